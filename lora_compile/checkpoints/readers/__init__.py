@@ -1,0 +1,44 @@
+"""One reader per on-disk format, by the name that schemes use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from lora_compile.checkpoints.readers import fp8_block, none
+from lora_compile.checkpoints.readers.part import PartWeights
+from lora_compile.checkpoints.source import WeightSource
+from lora_compile.checkpoints.survey import ModuleFormat
+from lora_compile.errors import SchemeUnsupported
+
+
+class Reader(Protocol):
+    """What each module of this package offers."""
+
+    def read_part(self, source: WeightSource, module: str, fmt: ModuleFormat, /) -> PartWeights: ...
+
+    def dequantise(
+        self,
+        weight: torch.Tensor,
+        aux: Mapping[str, torch.Tensor],
+        block_shape: tuple[int, int] | None,
+        /,
+    ) -> torch.Tensor:
+        """Weight and scales as stored -> W, float32 (N, K)."""
+
+
+READERS: Mapping[str, Reader] = {"none": none, "fp8_block": fp8_block}
+
+
+def reader_for(name: str) -> Reader:
+    """Raises SchemeUnsupported for a name without a reader."""
+    if name not in READERS:
+        raise SchemeUnsupported(
+            f"no reader named {name}", expected=" or ".join(READERS), found=name
+        )
+    return READERS[name]
+
+
+__all__ = ["READERS", "PartWeights", "Reader", "reader_for"]

@@ -1,0 +1,30 @@
+"""The command line: `lora-compile check|explain|run|schema`.
+
+Exit codes: 0 fine, 1 the input is wrong (every fault is listed), 2 used wrongly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    """Entry point of the `lora-compile` command."""
+    # Everything is on this machine; set before transformers is imported.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from lora_compile.cli.app import app
+    from lora_compile.cli.output import show_faults
+    from lora_compile.errors import LoraCompileError
+
+    try:
+        app()
+    except LoraCompileError as error:
+        show_faults(error, as_json="--json" in sys.argv)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

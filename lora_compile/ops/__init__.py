@@ -1,0 +1,28 @@
+"""The semantic ops. Importing this package registers all of them under `torch.ops.lora_compile`.
+
+`markers`: what a rewritten model calls. `lora`, `dense`, `fp8_block`: what the passes lower the
+markers to. `reference`: what all of them mean.
+"""
+
+from lora_compile.ops.dense import linear, linear_lora
+from lora_compile.ops.fp8_block import (
+    fp8_block_linear,
+    fp8_block_linear_lora,
+    quantize_fp8_group,
+)
+from lora_compile.ops.lora import lora_shrink
+from lora_compile.ops.markers import site_embedding, site_experts, site_linear
+from lora_compile.ops.source_digest import kernel_name
+
+__all__ = [
+    "fp8_block_linear",
+    "fp8_block_linear_lora",
+    "kernel_name",
+    "linear",
+    "linear_lora",
+    "lora_shrink",
+    "quantize_fp8_group",
+    "site_embedding",
+    "site_experts",
+    "site_linear",
+]

@@ -1,0 +1,372 @@
+"""From a deployment file to a Plan and the reports on its adapters, without loading a weight.
+
+This is what `check` and `explain` run, and the first half of `load`. Faults are collected as far
+as they do not depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lora_compile.adapters.peft_reader import inspect_adapter
+from lora_compile.adapters.report import AdapterReport
+from lora_compile.adapters.slots import RANK_STEP
+from lora_compile.checkpoints.gguf import ensure_converted, find_converted, resolve_package_file
+from lora_compile.checkpoints.index import CheckpointIndex
+from lora_compile.checkpoints.source import ModuleWeights
+from lora_compile.checkpoints.survey import ModuleFormat, Survey, survey
+from lora_compile.errors import (
+    FaultList,
+    FeatureUnsupported,
+    FileMissing,
+    LoraCompileError,
+    SchemeUnsupported,
+)
+from lora_compile.planning.build import FoundSite, build_plan, find_sites
+from lora_compile.planning.meta_model import DTYPES, meta_model, read_config
+from lora_compile.planning.plan import Plan, SlotPlan
+from lora_compile.schemas.architecture import (
+    ArchitectureSchema,
+    find_architecture,
+    load_architecture,
+)
+from lora_compile.schemas.deployment import Deployment, load_deployment, resolve_path
+from lora_compile.schemas.quant_scheme import QuantScheme, detect_scheme, find_scheme
+from lora_compile.schemas.yaml_file import Loaded
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """One adapter of the deployment, its path resolved, and what its headers say."""
+
+    name: str
+    path: Path
+    scale: float
+    pinned: bool
+    report: AdapterReport
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before a weight is loaded."""
+
+    deployment: Loaded[Deployment]
+    architecture: Loaded[ArchitectureSchema]
+    model_path: Path
+    """The checkpoint directory, or the GGUF file while it is not converted."""
+    config: Any
+    module: nn.Module
+    """The module tree on the meta device."""
+    checkpoint: CheckpointIndex | None
+    """None while a GGUF file is not converted."""
+    survey: Survey | None
+    plan: Plan
+    adapters: tuple[AdapterSource, ...]
+    notes: tuple[str, ...]
+
+
+def prepare(path: str | Path, *, convert: bool, progress: Progress) -> Prepared:
+    """Read a deployment and plan it.
+
+    Args:
+        path: the deployment's YAML file.
+        convert: convert a GGUF model that is not in the cache yet (takes about half a minute for
+            135M parameters); otherwise plan it from its config alone.
+        progress: called with a line of text before each long step.
+
+    Raises:
+        LoraCompileError: the fault, or several as `Faults`.
+    """
+    deployment = load_deployment(path)
+    _refuse_features(deployment)
+    progress("reading the model's config")
+    model_path, gguf_file = _model_files(deployment, convert, progress)
+    notes = []
+    if gguf_file is not None:
+        notes.append(f"{gguf_file} is not converted yet: its tensors are checked when it is loaded")
+    config = read_config(model_path, gguf_file=gguf_file)
+    architecture = _architecture(deployment, config, model_path)
+    module = meta_model(config, deployment.value.model.dtype)
+    found = find_sites(architecture, config, module)
+
+    progress("reading tensor headers")
+    faults = FaultList()
+    checkpoint = None if gguf_file else CheckpointIndex.open(model_path)
+    surveyed = None
+    if checkpoint is not None:
+        surveyed = survey_checkpoint(checkpoint, found, module, architecture.value, faults)
+    faults.raise_if_any()
+    formats = surveyed.formats if surveyed is not None else _dense_formats(deployment, found)
+
+    def plan_with(has_slots: Callable[[str], bool]) -> Plan:
+        return _plan(deployment, architecture, found, formats, config, has_slots)
+
+    progress("checking adapters")
+    plan = plan_with(lambda module: True)
+    adapters = _adapters(deployment, plan, faults)
+    faults.raise_if_any()
+    if deployment.value.runtime.sites == "touched":
+        touched = _touched(plan, adapters)
+        plan = plan_with(lambda module: module in touched)
+    return Prepared(
+        deployment=deployment,
+        architecture=architecture,
+        model_path=model_path / gguf_file if gguf_file else model_path,
+        config=config,
+        module=module,
+        checkpoint=checkpoint,
+        survey=surveyed,
+        plan=plan,
+        adapters=adapters,
+        notes=tuple(notes),
+    )
+
+
+def _refuse_features(deployment: Loaded[Deployment]) -> None:
+    features = deployment.value.runtime.features
+    if features != "auto" and features:
+        raise FeatureUnsupported(
+            f"adapter features are not supported yet: {', '.join(features)}",
+            file=deployment.source.file,
+            line=deployment.source.line(("runtime", "features")),
+            where="runtime.features",
+            expected="auto, or an empty list",
+            found=list(features),
+            fix="plain LoRA on linear projections is served; adapters that need more are refused "
+            "when they are checked",
+        )
+
+
+def _model_files(
+    deployment: Loaded[Deployment], convert: bool, progress: Progress
+) -> tuple[Path, str | None]:
+    """(checkpoint directory, None), or (folder, GGUF file name) where it is not converted."""
+    model = deployment.value.model
+    place: dict[str, Any] = {
+        "file": deployment.source.file,
+        "line": deployment.source.line(("model", "path")),
+        "where": "model.path",
+    }
+    try:
+        if model.package is not None:
+            path = resolve_package_file(model.package, model.path)
+        else:
+            path = resolve_path(deployment.source.file, model.path)
+    except FileMissing as error:
+        raise FileMissing(
+            error.message, **place, expected=error.expected, found=error.found, fix=error.fix
+        ) from error
+    if not path.exists():
+        raise FileMissing(
+            f"the model is not there: {path}",
+            **place,
+            expected="a Hugging Face checkpoint directory or a .gguf file",
+            found="nothing",
+            fix="relative paths are relative to the deployment file's folder",
+        )
+    if path.suffix != ".gguf":
+        return path, None
+    dtype = DTYPES[model.dtype]
+    converted = find_converted(path, dtype=dtype, cache_dir=None)
+    if converted is None and convert:
+        converted = ensure_converted(path, dtype=dtype, cache_dir=None, progress=progress)
+    return (path.parent, path.name) if converted is None else (converted, None)
+
+
+def _architecture(
+    deployment: Loaded[Deployment], config: Any, model_path: Path
+) -> Loaded[ArchitectureSchema]:
+    name = deployment.value.model.architecture
+    if name == "auto":
+        return find_architecture(config.model_type, file=model_path / "config.json")
+    return load_architecture(
+        name,
+        folder=Path(deployment.source.file).parent,
+        file=deployment.source.file,
+        line=deployment.source.line(("model", "architecture")),
+        where="model.architecture",
+    )
+
+
+def survey_checkpoint(
+    source: CheckpointIndex | ModuleWeights,
+    found: list[FoundSite],
+    module: nn.Module,
+    architecture: ArchitectureSchema,
+    faults: FaultList,
+) -> Survey | None:
+    """Lay the checkpoint's tensors over the sites; every tensor is consumed or refused."""
+    is_file = isinstance(source, CheckpointIndex)
+    config = source.quantization_config if is_file else None
+    try:
+        return survey(
+            source,
+            [spec for site in found for spec in site.specs()],
+            detect_scheme(config, file=source.quantization_source if is_file else None),
+            quantization_config=config,
+            other=other_parameters(module, found),
+            ignored={rule.pattern: rule.why for rule in architecture.checkpoint.ignore},
+        )
+    except LoraCompileError as error:
+        faults.add(error)
+        return None
+
+
+def other_parameters(module: nn.Module, found: list[FoundSite]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what a checkpoint must hold beside the sites (norms and the like)."""
+    sites = {part.module for site in found for part in site.parts}
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in module.state_dict().items()
+        if name.rpartition(".")[0] not in sites
+    }
+
+
+def _dense_formats(
+    deployment: Loaded[Deployment], found: list[FoundSite]
+) -> dict[str, ModuleFormat]:
+    """A GGUF file is dequantised when it is converted, so each module will be dense."""
+    return {
+        part.module: ModuleFormat(
+            scheme="none",
+            weight_dtype=deployment.value.model.dtype,
+            block_shape=None,
+            keys=(),
+            why="GGUF is dequantised when it is converted",
+        )
+        for site in found
+        for part in site.parts
+    }
+
+
+def _plan(
+    deployment: Loaded[Deployment],
+    architecture: Loaded[ArchitectureSchema],
+    found: list[FoundSite],
+    formats: Mapping[str, ModuleFormat],
+    config: Any,
+    has_slots: Callable[[str], bool],
+) -> Plan:
+    value = deployment.value
+    ignore = value.quantization.ignore
+    try:
+        return build_plan(
+            architecture,
+            found,
+            formats,
+            model_type=config.model_type,
+            dtype=value.model.dtype,
+            device=resolve_device(value.runtime.device),
+            quantise_to=_target_scheme(deployment),
+            keep=lambda module: is_ignored(module, ignore),
+            slots=slot_plan(value.runtime.max_adapters, value.runtime.max_rank, value.model.dtype),
+            max_rows=value.runtime.max_rows,
+            max_tokens=value.runtime.max_tokens,
+            packed=value.runtime.packed,
+            has_slots=has_slots,
+        )
+    except SchemeUnsupported as error:
+        raise SchemeUnsupported(
+            error.message,
+            file=deployment.source.file,
+            line=deployment.source.line(("quantization", "scheme")),
+            where="quantization.scheme",
+            expected=error.expected,
+            found=error.found,
+            fix=error.fix,
+        ) from error
+
+
+def slot_plan(max_adapters: int, max_rank: int, dtype: str) -> SlotPlan:
+    """Slots for `max_adapters` adapters of rank `max_rank`, stored in `dtype`."""
+    rank = -(-max_rank // RANK_STEP) * RANK_STEP
+    return SlotPlan(
+        max_adapters=max_adapters,
+        max_rank=max_rank,
+        rank=rank,
+        features=(),
+        dtype=dtype,  # type: ignore[arg-type]  # validated by the model
+    )
+
+
+def _target_scheme(deployment: Loaded[Deployment]) -> QuantScheme | None:
+    name = deployment.value.quantization.scheme
+    line = deployment.source.line(("quantization", "scheme"))
+    place = {"file": deployment.source.file, "line": line, "where": "quantization.scheme"}
+    return None if name == "auto" else load_scheme_target(name, **place)
+
+
+def load_scheme_target(name: str, **place: Any) -> QuantScheme:
+    """The scheme `name`, if weights can be quantised to it at load (or are left alone: `none`).
+
+    Raises:
+        SchemeUnsupported: there is none, or it can only be read.
+    """
+    scheme = find_scheme(name, **place)
+    if scheme.name != "none" and scheme.quantise_at_load is None:
+        raise SchemeUnsupported(
+            f"weights cannot be quantised to `{name}` at load", **place, expected="auto", found=name
+        )
+    return scheme
+
+
+def is_ignored(module: str, ignore: Collection[str]) -> bool:
+    """Whether `ignore` names the module, by its last component or its full path."""
+    return module in ignore or module.rpartition(".")[2] in ignore
+
+
+def resolve_device(device: str) -> str:
+    """`auto` -> `cuda` where there is one, else `cpu`."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise FeatureUnsupported(
+            "runtime.device is cuda, but torch sees no CUDA device",
+            where="runtime.device",
+            expected="a CUDA build of torch and a GPU",
+            found=f"torch {torch.__version__}",
+            fix="set runtime.device: cpu or auto",
+        )
+    return device
+
+
+def _adapters(
+    deployment: Loaded[Deployment], plan: Plan, faults: FaultList
+) -> tuple[AdapterSource, ...]:
+    sources = []
+    for index, adapter in enumerate(deployment.value.adapters):
+        try:
+            path = resolve_path(deployment.source.file, adapter.path)
+            report = inspect_adapter(path, plan)
+        except FileMissing as error:
+            faults.add(
+                FileMissing(
+                    error.message,
+                    file=deployment.source.file,
+                    line=deployment.source.line(("adapters", index, "path")),
+                    where=f"adapters[{index}].path",
+                    expected=error.expected,
+                    found=error.found,
+                    fix=error.fix,
+                )
+            )
+            continue
+        except LoraCompileError as error:
+            faults.add(error)
+            continue
+        sources.append(AdapterSource(adapter.name, path, adapter.scale, adapter.pinned, report))
+    return tuple(sources)
+
+
+def _touched(plan: Plan, adapters: tuple[AdapterSource, ...]) -> set[str]:
+    """Module paths that some declared adapter has a delta for."""
+    sites = {tensor.site for adapter in adapters for tensor in adapter.report.tensors}
+    return {part.module for name in sites for part in plan.by_name[name].parts}

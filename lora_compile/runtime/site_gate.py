@@ -1,0 +1,219 @@
+"""The site gate: each site's own recorded input goes to an fp32 reference.
+
+The gate runs a compiled graph's lowered form op by op, with the graph's own arguments, and at
+each site compares what the op gives with `W·q(x) + b + s·B(A x)` in float32, where W is decoded
+from the checkpoint and A, B, s come from the adapter's file, not from the packed storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from lora_compile.adapters.canonical import CanonicalAdapter
+from lora_compile.passes.base import SITE_INPUT_META, SITE_META, packet
+from lora_compile.passes.verify_graph import OUTPUT_OPS
+from lora_compile.planning.plan import Plan, SitePlan
+from lora_compile.runtime.backend import GraphRecord
+
+OUTPUT_LIMIT = 4e-3
+"""Most relative error (L2 over a row) of a site's output in 16 bit."""
+DELTA_LIMIT = 1e-2
+"""Most relative error (L2 over a row) of a site's delta."""
+
+DensePart = Callable[[SitePlan, int], tuple[torch.Tensor, torch.Tensor | None]]
+"""(site, part) -> the part's weight (out, in), decoded, and bias (out,), both float32."""
+
+
+@dataclass(frozen=True)
+class GateRow:
+    """What one row of the batch was asked to use."""
+
+    adapter: CanonicalAdapter | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class GateFigure:
+    """One comparison: a site, a row and a phase."""
+
+    site: str
+    row: int
+    phase: str
+    error: float
+
+
+@dataclass
+class GateResult:
+    """The worst figures and how many comparisons they are the worst of."""
+
+    output: GateFigure | None = None
+    delta: GateFigure | None = None
+    comparisons: int = 0
+    sites: set[str] = field(default_factory=set)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every site was compared within the limits."""
+        return (
+            self.output is not None
+            and self.output.error <= OUTPUT_LIMIT
+            and (self.delta is None or self.delta.error <= DELTA_LIMIT)
+        )
+
+    def add(self, kind: str, figure: GateFigure) -> None:
+        worst: GateFigure | None = getattr(self, kind)
+        self.comparisons += 1
+        self.sites.add(figure.site)
+        # `not (a <= b)`: a NaN is the worst of all.
+        if worst is None or not (figure.error <= worst.error):
+            setattr(self, kind, figure)
+
+    def as_dict(self) -> dict[str, Any]:
+        def figure(found: GateFigure | None) -> dict[str, Any] | None:
+            return None if found is None else vars(found)
+
+        return {
+            "passed": self.passed,
+            "worst_output": figure(self.output),
+            "worst_delta": figure(self.delta),
+            "output_limit": OUTPUT_LIMIT,
+            "delta_limit": DELTA_LIMIT,
+            "comparisons": self.comparisons,
+            "sites": len(self.sites),
+        }
+
+
+class SiteGate:
+    """An interceptor for `Backend.intercept`: checks the first call of every graph."""
+
+    def __init__(
+        self, plan: Plan, module: nn.Module, dense_part: DensePart, rows: Sequence[GateRow]
+    ) -> None:
+        self.result = GateResult()
+        self._plan = plan
+        self._dense_part = dense_part
+        self._rows = rows
+        self._done: set[str] = set()
+        self._kept = {id(t) for t in (*module.parameters(), *module.buffers())}
+
+    def __call__(self, record: GraphRecord, args: tuple[Any, ...]) -> None:
+        if record.name in self._done:
+            return
+        self._done.add(record.name)
+        # The graph writes its KV cache in place; the real call must still find it as it was.
+        private = [
+            a.clone() if isinstance(a, torch.Tensor) and id(a) not in self._kept else a
+            for a in args
+        ]
+        with torch.no_grad():
+            _Recorder(record.lowered, self._compare).run(*private)
+
+    def _compare(self, node: fx.Node, site: SitePlan, x: torch.Tensor, args: tuple[Any, ...],
+                 output: torch.Tensor) -> None:  # fmt: skip
+        phase = "decode" if x.dim() >= 2 and x.shape[1] == 1 else "prefill"
+        if site.kind == "embedding":
+            table, _ = self._dense_part(site, 0)
+            self._figures("output", site, phase, output.float() - table[x], table[x])
+            return
+        base, delta = self._reference(site, x)
+        reference = base + delta
+        self._figures("output", site, phase, output.float() - reference, reference)
+        if "lora" in str(node.target):
+            found = _delta(node.target, args)
+            adapted = [i for i, row in enumerate(self._rows) if _touches(row, site)]
+            self._figures("delta", site, phase, found - delta, delta, rows=adapted)
+
+    def _figures(
+        self,
+        kind: str,
+        site: SitePlan,
+        phase: str,
+        error: torch.Tensor,
+        reference: torch.Tensor,
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        per_row = error.flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
+        for row in range(len(per_row)) if rows is None else rows:
+            self.result.add(kind, GateFigure(site.name, row, phase, float(per_row[row])))
+
+    def _reference(self, site: SitePlan, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.float()
+        qx = quantised_activation(site, x)
+        base, deltas = [], []
+        for index, part in enumerate(site.parts):
+            weight, bias = self._dense_part(site, index)
+            base.append(qx @ weight.T if bias is None else qx @ weight.T + bias)
+            delta = torch.zeros_like(base[-1])
+            for i, row in enumerate(self._rows):
+                found = row.adapter.deltas.get(part.module) if row.adapter else None
+                if found is not None:
+                    hidden = x[i] @ found.A.float().to(x.device).T
+                    delta[i] = row.scale * found.scale * (hidden @ found.B.float().to(x.device).T)
+            deltas.append(delta)
+        return torch.cat(base, dim=-1), torch.cat(deltas, dim=-1)
+
+
+def quantised_activation(site: SitePlan, x: torch.Tensor) -> torch.Tensor:
+    """q(x) of a site's scheme, decoded to float32: x (..., K) -> (..., K)."""
+    activation = site.quant.activation
+    if activation.handling == "none":
+        return x
+    assert activation.group is not None
+    assert activation.min_scale is not None
+    groups = []
+    for group in x.split(activation.group, dim=-1):
+        scale = (group.abs().amax(dim=-1, keepdim=True) / 448.0).clamp(min=activation.min_scale)
+        groups.append((group / scale).to(torch.float8_e4m3fn).float() * scale)
+    return torch.cat(groups, dim=-1)
+
+
+def _touches(row: GateRow, site: SitePlan) -> bool:
+    if row.adapter is None or row.scale == 0:
+        return False
+    found = [row.adapter.deltas.get(part.module) for part in site.parts]
+    return any(delta is not None and delta.scale != 0 for delta in found)
+
+
+def _delta(target: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    """The delta that a lowered op adds, before the output is rounded: op minus its base op."""
+    ops = torch.ops.lora_compile
+    kernel = args[-1]
+    if packet(target) == ops.linear_lora:
+        x, weight, bias = (None if a is None else a.float() for a in args[:3])
+        base = ops.linear(x, weight, bias, kernel)
+        full = ops.linear_lora(x, weight, bias, *args[3:])
+    else:
+        assert packet(target) == ops.fp8_block_linear_lora, target
+        base = ops.fp8_block_linear(*args[:8], torch.float32, kernel)
+        full = ops.fp8_block_linear_lora(*args[:-2], torch.float32, kernel)
+    return torch.as_tensor(full - base)
+
+
+Compare = Callable[[fx.Node, SitePlan, torch.Tensor, tuple[Any, ...], torch.Tensor], None]
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a lowered graph op by op and shows each site's input and output to `compare`."""
+
+    def __init__(self, gm: fx.GraphModule, compare: Compare) -> None:
+        super().__init__(gm, garbage_collect_values=True)
+        self._compare = compare
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._wanted = {
+            n.meta[SITE_INPUT_META] for n in gm.graph.nodes if SITE_INPUT_META in n.meta
+        }
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.name in self._wanted:
+            self._inputs[n.name] = result
+        if SITE_INPUT_META in n.meta and packet(n.target) in OUTPUT_OPS:
+            args, _ = self.fetch_args_kwargs_from_env(n)
+            x = self._inputs[n.meta[SITE_INPUT_META]]
+            self._compare(n, n.meta[SITE_META], x, args, result)
+        return result

@@ -1,0 +1,109 @@
+"""What every pass is: a named step over one Dynamo graph, with a contract and a typed report.
+
+A pass edits `gm.graph` in place. It states which facts about the graph it needs (`requires`) and
+which it establishes (`ensures`); the pipeline refuses an order in which a fact is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lora_compile.errors import GraphInvalid
+from lora_compile.planning.plan import Plan, SitePlan
+
+SITE_META = "lora_compile_site"
+"""Key in `node.meta` under which passes keep the `SitePlan` that a node serves."""
+
+SITE_INPUT_META = "lora_compile_input"
+"""Key in `node.meta` of an op that gives a site's output: name of the node of the site's x."""
+
+UNSELECTED = "unselected"
+"""Value of an op's `kernel` argument until `select_kernels` has run."""
+
+
+@dataclass(frozen=True)
+class GraphContext:
+    """What the passes may know besides the graph itself."""
+
+    plan: Plan
+    placeholder_sites: Mapping[str, SitePlan]
+    """Name of the placeholder that carries a site's weight -> the site."""
+    whole: bool
+    """Whether this graph must hold every site of the plan."""
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did to one graph."""
+
+    name: str
+    matched: int
+    """How many nodes or groups the pass acted on."""
+    nodes_before: int
+    nodes_after: int
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GraphPass:
+    """One step of the pipeline. `run` returns (matched, details)."""
+
+    name: str
+    requires: frozenset[str]
+    ensures: frozenset[str]
+    run: Callable[[fx.GraphModule, GraphContext], tuple[int, tuple[str, ...]]] = field(repr=False)
+
+
+def packet(target: object) -> object:
+    """The overload packet of an op; anything else as it is."""
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+
+
+def calls(graph: fx.Graph, target: object) -> list[fx.Node]:
+    """Every node that calls `target`, an OpOverload or its packet, in graph order."""
+    return [n for n in graph.nodes if n.op == "call_function" and packet(n.target) == target]
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that Dynamo recorded for `node`."""
+    found = node.meta.get("example_value")
+    if not isinstance(found, torch.Tensor):
+        raise GraphInvalid(f"node {node.name} carries no example value", found=type(found).__name__)
+    return found
+
+
+def insert_call(
+    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], site: SitePlan
+) -> fx.Node:
+    """Append a call at the graph's insertion point, with its fake value and its site."""
+    node = graph.call_function(target, args)
+    node.meta[SITE_META] = site
+    node.meta["example_value"] = _fake_call(target, args)
+    return node
+
+
+def _fake_call(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def fake(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            return arg.meta["example_value"]
+        # No kernel is chosen yet; shapes and dtypes are the same for each of them.
+        return "torch" if arg == UNSELECTED else arg
+
+    values = fx.node.map_aggregate(args, fake)
+    assert isinstance(values, tuple)
+    modes = [v.fake_mode for v in _tensors(values) if hasattr(v, "fake_mode")]
+    if not modes:  # the graph was traced with plain (meta) tensors
+        return target(*values)
+    with modes[0]:
+        return target(*values)
+
+
+def _tensors(values: Any) -> list[Any]:
+    found: list[Any] = []
+    fx.node.map_aggregate(values, lambda v: found.append(v) if isinstance(v, torch.Tensor) else v)
+    return found

@@ -1,0 +1,107 @@
+"""Resolve every marker of the graph to a site of the plan.
+
+A marker is identified by the tensor that carries its weight, never by a name or a pattern, so it
+cannot be missed in silence: a marker of an unknown tensor, a part met twice, and, in a graph of
+the whole model, a part not met at all are errors.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from lora_compile.errors import CompileIncomplete, FaultList, GraphInvalid
+from lora_compile.passes import markers
+from lora_compile.passes.base import SITE_META, GraphContext, GraphPass, calls, value
+from lora_compile.planning.plan import SitePlan
+
+
+def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
+    faults = FaultList()
+    seen: dict[tuple[str, int], fx.Node] = {}
+    rows: list[tuple[SitePlan, fx.Node]] = []
+    for target in markers.MARKERS:
+        for node in calls(gm.graph, target):
+            weight = node.args[1]
+            site = ctx.placeholder_sites.get(weight.name) if isinstance(weight, fx.Node) else None
+            if site is None:
+                faults.add(
+                    CompileIncomplete(
+                        f"marker {node.name} carries a weight that is no site of the plan",
+                        expected="the buffer that attach registered",
+                        found=weight,
+                        fix="do not replace or copy the buffers of a module after lora_compile "
+                        "has attached to it",
+                    )
+                )
+                continue
+            part = markers.part_of(node)
+            if (site.name, part) in seen:
+                faults.add(
+                    CompileIncomplete(
+                        f"part {part} of site {site.name} occurs twice in one graph",
+                        where=site.parts[part].module,
+                        expected="one call of each projection in a forward",
+                        found=f"{seen[site.name, part].name} and {node.name}",
+                        fix="a model that calls a projection twice needs a site for each call",
+                    )
+                )
+            seen[site.name, part] = node
+            node.meta[SITE_META] = site
+            if value(_input(node)).dim() >= 3:
+                rows.append((site, node))
+    if ctx.whole:
+        for site in ctx.plan.sites:
+            for index, part in enumerate(site.parts):
+                if (site.name, index) not in seen:
+                    faults.add(
+                        CompileIncomplete(
+                            f"site {site.name} is in the plan but not in the compiled graph",
+                            file=site.source.file,
+                            line=site.source.line,
+                            where=part.module,
+                            expected="one marker for each projection of the plan",
+                            found="none",
+                            fix="the model's forward does not call this module: remove the site "
+                            "from the schema, or compile with runtime.compile: layers",
+                        )
+                    )
+    _check_rows(rows, faults)
+    faults.raise_if_any()
+    return len(seen), ()
+
+
+def _input(node: fx.Node) -> fx.Node:
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    return x
+
+
+def _check_rows(rows: list[tuple[SitePlan, fx.Node]], faults: FaultList) -> None:
+    """One row map serves every site, so every input must have the batch as its first dimension."""
+    if not rows:
+        return
+    first_site, first = rows[0]
+    batch = value(_input(first)).shape[0]
+    for site, node in rows[1:]:
+        found = value(_input(node)).shape[0]
+        # Compared as symbols: evaluating the equality would add a guard to the graph.
+        if str(found) != str(batch):
+            faults.add(
+                GraphInvalid(
+                    f"site {site.name} sees another batch dimension than {first_site.name}",
+                    file=site.source.file,
+                    line=site.source.line,
+                    expected=f"first dimension {batch}",
+                    found=f"first dimension {found}",
+                    fix="this module folds rows in a way the row map does not cover; leave it "
+                    "out of the schema",
+                )
+            )
+
+
+collect_sites = GraphPass(
+    name="collect_sites",
+    requires=frozenset(),
+    ensures=frozenset({"sites_resolved"}),
+    run=run,
+)

@@ -1,0 +1,133 @@
+"""Lower each marker to the scheme's base op and the quant-aware LoRA ops.
+
+The base GEMM reads the quantised activation; the delta reads the unquantised one. Every
+quantisation and LoRA op enters the graph here and nowhere else. Which ops a scheme lowers to is a
+table (`LOWERINGS`); a scheme without an entry is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from lora_compile.errors import SchemeUnsupported
+from lora_compile.ops.rows import uses_token_map
+from lora_compile.passes import markers
+from lora_compile.passes.base import (
+    SITE_INPUT_META,
+    SITE_META,
+    UNSELECTED,
+    GraphContext,
+    GraphPass,
+    calls,
+    insert_call,
+    value,
+)
+from lora_compile.planning.plan import SitePlan
+
+_ops = torch.ops.lora_compile
+
+
+def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
+    graph = gm.graph
+    nodes = calls(graph, _ops.site_linear)
+    for node in nodes:
+        site: SitePlan = node.meta[SITE_META]
+        lower = LOWERINGS.get(site.quant.scheme)
+        if lower is None:
+            raise SchemeUnsupported(
+                f"scheme {site.quant.scheme} of site {site.name} has no lowering",
+                expected=f"one of {', '.join(sorted(LOWERINGS))}",
+                found=site.quant.scheme,
+            )
+        marker = markers.LinearMarker.of(node)
+        with graph.inserting_before(node):
+            delta = _shrink(graph, marker, site) if marker.adapter else None
+            output = lower(graph, marker, delta, site)
+        output.meta[SITE_INPUT_META] = marker.x.name
+        node.replace_all_uses_with(output)
+        graph.erase_node(node)
+
+    embeddings = calls(graph, _ops.site_embedding)
+    for node in embeddings:
+        ids, table = node.args[:2]
+        with graph.inserting_before(node):
+            args = (ids, table)
+            output = insert_call(graph, torch.nn.functional.embedding, args, node.meta[SITE_META])
+        output.meta[SITE_INPUT_META] = ids.name
+        node.replace_all_uses_with(output)
+        graph.erase_node(node)
+    return len(nodes) + len(embeddings), ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The low-rank path of one site: h = s * A x, and what the expand in the GEMM needs."""
+
+    h: fx.Node
+    lora_B: fx.Node
+    lora_rank: fx.Node
+    slot: fx.Node
+    per_token: bool
+
+
+def _shrink(graph: fx.Graph, marker: markers.LinearMarker, site: SitePlan) -> Delta:
+    lora_A, lora_B, lora_scale, lora_rank = marker.adapter
+    seq_slot, seq_scale, token_slot, token_scale = marker.rows
+    per_token = uses_token_map(value(marker.x).dim(), marker.packed)
+    slot, row_scale = (token_slot, token_scale) if per_token else (seq_slot, seq_scale)
+    args = (marker.x, lora_A, lora_scale, lora_rank, slot, row_scale, per_token, UNSELECTED)
+    h = insert_call(graph, _ops.lora_shrink.default, args, site)
+    return Delta(h, lora_B, lora_rank, slot, per_token)
+
+
+def _lower_none(
+    graph: fx.Graph, marker: markers.LinearMarker, delta: Delta | None, site: SitePlan
+) -> fx.Node:
+    base = (marker.x, marker.weight, marker.bias)
+    if delta is None:
+        return insert_call(graph, _ops.linear.default, (*base, UNSELECTED), site)
+    low_rank = (delta.h, delta.lora_B, delta.lora_rank, delta.slot)
+    args = (*base, *low_rank, _part_rows(site), delta.per_token, UNSELECTED)
+    return insert_call(graph, _ops.linear_lora.default, args, site)
+
+
+def _lower_fp8_block(
+    graph: fx.Graph, marker: markers.LinearMarker, delta: Delta | None, site: SitePlan
+) -> fx.Node:
+    activation, block_shape = site.quant.activation, site.quant.scale.block_shape
+    assert block_shape is not None
+    quantise = (marker.x, activation.group, activation.min_scale, UNSELECTED)
+    quantised = insert_call(graph, _ops.quantize_fp8_group.default, quantise, site)
+    xq = insert_call(graph, operator.getitem, (quantised, 0), site)
+    xs = insert_call(graph, operator.getitem, (quantised, 1), site)
+    (weight_scale,) = marker.aux
+    layout = (_part_rows(site), list(block_shape), activation.group)
+    base = (xq, xs, marker.weight, weight_scale, marker.bias, *layout)
+    out_dtype = value(marker.x).dtype
+    if delta is None:
+        args = (*base, out_dtype, UNSELECTED)
+        return insert_call(graph, _ops.fp8_block_linear.default, args, site)
+    low_rank = (delta.h, delta.lora_B, delta.lora_rank, delta.slot, delta.per_token)
+    args = (*base, *low_rank, out_dtype, UNSELECTED)
+    return insert_call(graph, _ops.fp8_block_linear_lora.default, args, site)
+
+
+def _part_rows(site: SitePlan) -> list[int]:
+    return [0, *(part.rows[1] for part in site.quant.parts)]
+
+
+Lowering = Callable[[fx.Graph, markers.LinearMarker, Delta | None, SitePlan], fx.Node]
+
+LOWERINGS: dict[str, Lowering] = {"none": _lower_none, "fp8_block": _lower_fp8_block}
+
+insert_lora = GraphPass(
+    name="insert_lora",
+    requires=frozenset({"sites_resolved", "projections_fused"}),
+    ensures=frozenset({"markers_lowered"}),
+    run=run,
+)

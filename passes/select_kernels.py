@@ -1,0 +1,80 @@
+"""Choose an implementation for every lowered op, from a table.
+
+The choice depends on the op, the device and the dtype alone, never on the adapters that happen to
+be loaded, so one graph serves any mix of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from lora_compile.errors import GraphInvalid
+from lora_compile.ops.source_digest import kernel_name
+from lora_compile.passes.base import UNSELECTED, GraphContext, GraphPass, packet
+
+_ops = torch.ops.lora_compile
+
+KERNEL_OPS = (
+    _ops.lora_shrink,
+    _ops.linear,
+    _ops.linear_lora,
+    _ops.quantize_fp8_group,
+    _ops.fp8_block_linear,
+    _ops.fp8_block_linear_lora,
+)
+"""Every op whose last argument is `kernel`."""
+
+
+@dataclass(frozen=True)
+class KernelRule:
+    """One row of the table; the first row that fits decides. `*` fits everything."""
+
+    op: str
+    device: str
+    kernel: str
+
+
+TABLE: tuple[KernelRule, ...] = (
+    KernelRule(op="*", device="cuda", kernel="triton"),
+    KernelRule(op="*", device="cpu", kernel="torch"),
+    KernelRule(op="*", device="meta", kernel="torch"),
+)
+
+
+def kernel_for(op: str, device: str) -> str:
+    """The kernel family (`torch` or `triton`) of an op on a device."""
+    for rule in TABLE:
+        if rule.op in ("*", op) and rule.device in ("*", device):
+            return rule.kernel
+    raise GraphInvalid(
+        f"no kernel for {op} on {device}",
+        expected=f"one of the devices {', '.join(sorted({r.device for r in TABLE}))}",
+        found=device,
+    )
+
+
+def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
+    chosen: dict[str, int] = {}
+    device = torch.device(ctx.plan.device).type
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or packet(node.target) not in KERNEL_OPS:
+            continue
+        if node.args[-1] != UNSELECTED:
+            raise GraphInvalid(f"{node.name} has a kernel already", found=node.args[-1])
+        op = str(packet(node.target)).removeprefix("lora_compile.")
+        kernel = kernel_for(op, device)
+        node.args = (*node.args[:-1], kernel_name(kernel))
+        key = f"{op}: {kernel}"
+        chosen[key] = chosen.get(key, 0) + 1
+    return sum(chosen.values()), tuple(f"{key} x {count}" for key, count in sorted(chosen.items()))
+
+
+select_kernels = GraphPass(
+    name="select_kernels",
+    requires=frozenset({"markers_lowered", "quantisation_shared"}),
+    ensures=frozenset({"kernels_selected"}),
+    run=run,
+)

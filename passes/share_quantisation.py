@@ -1,0 +1,35 @@
+"""Sites that read the same x share its quantised form and, where the slots are the same, its
+shrink: equal calls become one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from lora_compile.passes.base import GraphContext, GraphPass, packet
+
+SHAREABLE = (torch.ops.lora_compile.quantize_fp8_group, torch.ops.lora_compile.lora_shrink)
+
+
+def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
+    first: dict[Any, fx.Node] = {}
+    shared: list[str] = []
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or packet(node.target) not in SHAREABLE:
+            continue
+        earlier = first.setdefault((node.target, node.args), node)
+        if earlier is not node:
+            node.replace_all_uses_with(earlier)
+            gm.graph.erase_node(node)
+            shared.append(f"{node.name} -> {earlier.name}")
+    return len(shared), tuple(shared)
+
+
+share_quantisation = GraphPass(
+    name="share_quantisation",
+    requires=frozenset({"markers_lowered"}),
+    ensures=frozenset({"quantisation_shared"}),
+    run=run,
+)
