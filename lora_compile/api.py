@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from lora_compile.checkpoints.survey import Survey
 from lora_compile.errors import FaultList, InvalidValue, LoraCompileError
 from lora_compile.planning.build import build_plan, find_sites
 from lora_compile.planning.meta_model import DTYPES
-from lora_compile.planning.plan import Plan, SitePlan
+from lora_compile.planning.plan import ModelDtype, Plan, SitePlan
 from lora_compile.planning.prepare import (
     Prepared,
     is_ignored,
@@ -118,7 +118,7 @@ def wrap(
     Raises:
         LoraCompileError: what does not fit; the module is untouched then.
     """
-    config = module.config
+    config: Any = module.config
     loaded = (
         find_architecture(str(config.model_type))
         if architecture == "auto"
@@ -157,7 +157,7 @@ def wrap(
     return model
 
 
-def _dtype_name(module: nn.Module) -> str:
+def _dtype_name(module: nn.Module) -> ModelDtype:
     found = {p.dtype for p in module.parameters() if p.is_floating_point()}
     names = {dtype: name for name, dtype in DTYPES.items()}
     if len(found) != 1 or next(iter(found)) not in names:

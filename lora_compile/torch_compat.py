@@ -45,7 +45,7 @@ def compile_fx(
 
 def mode_options(mode: str) -> dict[str, Any]:
     """Inductor's options for a `torch.compile` mode such as `reduce-overhead`."""
-    return cast(dict[str, Any], torch._inductor.list_mode_options(mode))
+    return dict(torch._inductor.list_mode_options(mode))
 
 
 def cache_counters() -> dict[str, int]:

@@ -78,32 +78,20 @@ def value(node: fx.Node) -> torch.Tensor:
 
 
 def insert_call(
-    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], site: SitePlan
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    site: SitePlan,
+    example: torch.Tensor | None = None,
 ) -> fx.Node:
-    """Append a call at the graph's insertion point, with its fake value and its site."""
+    """Insert a call at the graph's insertion point.
+
+    Args:
+        site: the site that the node serves.
+        example: the node's fake value, where a later pass or a reader of the graph wants it.
+    """
     node = graph.call_function(target, args)
     node.meta[SITE_META] = site
-    node.meta["example_value"] = _fake_call(target, args)
+    if example is not None:
+        node.meta["example_value"] = example
     return node
-
-
-def _fake_call(target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    def fake(arg: Any) -> Any:
-        if isinstance(arg, fx.Node):
-            return arg.meta["example_value"]
-        # No kernel is chosen yet; shapes and dtypes are the same for each of them.
-        return "torch" if arg == UNSELECTED else arg
-
-    values = fx.node.map_aggregate(args, fake)
-    assert isinstance(values, tuple)
-    modes = [v.fake_mode for v in _tensors(values) if hasattr(v, "fake_mode")]
-    if not modes:  # the graph was traced with plain (meta) tensors
-        return target(*values)
-    with modes[0]:
-        return target(*values)
-
-
-def _tensors(values: Any) -> list[Any]:
-    found: list[Any] = []
-    fx.node.map_aggregate(values, lambda v: found.append(v) if isinstance(v, torch.Tensor) else v)
-    return found

@@ -34,25 +34,25 @@ def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
                     )
                 )
                 continue
-            part = markers.part_of(node)
-            if (site.name, part) in seen:
+            index = markers.part_of(node)
+            if (site.name, index) in seen:
                 faults.add(
                     CompileIncomplete(
-                        f"part {part} of site {site.name} occurs twice in one graph",
-                        where=site.parts[part].module,
+                        f"part {index} of site {site.name} occurs twice in one graph",
+                        where=site.parts[index].module,
                         expected="one call of each projection in a forward",
-                        found=f"{seen[site.name, part].name} and {node.name}",
+                        found=f"{seen[site.name, index].name} and {node.name}",
                         fix="a model that calls a projection twice needs a site for each call",
                     )
                 )
-            seen[site.name, part] = node
+            seen[site.name, index] = node
             node.meta[SITE_META] = site
             if value(_input(node)).dim() >= 3:
                 rows.append((site, node))
     if ctx.whole:
         for site in ctx.plan.sites:
-            for index, part in enumerate(site.parts):
-                if (site.name, index) not in seen:
+            for number, part in enumerate(site.parts):
+                if (site.name, number) not in seen:
                     faults.add(
                         CompileIncomplete(
                             f"site {site.name} is in the plan but not in the compiled graph",

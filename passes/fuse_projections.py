@@ -10,7 +10,7 @@ from torch import fx
 
 from lora_compile.errors import FaultList, GraphInvalid
 from lora_compile.passes import markers
-from lora_compile.passes.base import SITE_META, GraphContext, GraphPass, calls, insert_call
+from lora_compile.passes.base import SITE_META, GraphContext, GraphPass, calls, insert_call, value
 from lora_compile.planning.plan import SitePlan
 
 
@@ -49,7 +49,9 @@ def _fuse(graph: fx.Graph, nodes: list[fx.Node], site: SitePlan) -> None:
     first = next(node for node in graph.nodes if node in set(nodes))
     with graph.inserting_before(first):
         args = markers.with_part(nodes[0], markers.ALL_PARTS)
-        fused = insert_call(graph, torch.ops.lora_compile.site_linear.default, args, site)
+        example = value(nodes[0])
+        whole = example.new_empty((*example.shape[:-1], site.out_features))
+        fused = insert_call(graph, torch.ops.lora_compile.site_linear.default, args, site, whole)
         widths = [part.out_features for part in site.parts]
         split = insert_call(graph, torch.split, (fused, widths, -1), site)
         outputs = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx
@@ -49,15 +50,17 @@ def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
             delta = _shrink(graph, marker, site) if marker.adapter else None
             output = lower(graph, marker, delta, site)
         output.meta[SITE_INPUT_META] = marker.x.name
+        output.meta["example_value"] = value(node)
         node.replace_all_uses_with(output)
         graph.erase_node(node)
 
     embeddings = calls(graph, _ops.site_embedding)
     for node in embeddings:
-        ids, table = node.args[:2]
+        ids, table = cast(tuple[fx.Node, fx.Node], node.args[:2])
         with graph.inserting_before(node):
             args = (ids, table)
-            output = insert_call(graph, torch.nn.functional.embedding, args, node.meta[SITE_META])
+            site = node.meta[SITE_META]
+            output = insert_call(graph, torch.nn.functional.embedding, args, site, value(node))
         output.meta[SITE_INPUT_META] = ids.name
         node.replace_all_uses_with(output)
         graph.erase_node(node)
@@ -110,8 +113,8 @@ def _lower_fp8_block(
     base = (xq, xs, marker.weight, weight_scale, marker.bias, *layout)
     out_dtype = value(marker.x).dtype
     if delta is None:
-        args = (*base, out_dtype, UNSELECTED)
-        return insert_call(graph, _ops.fp8_block_linear.default, args, site)
+        plain = (*base, out_dtype, UNSELECTED)
+        return insert_call(graph, _ops.fp8_block_linear.default, plain, site)
     low_rank = (delta.h, delta.lora_B, delta.lora_rank, delta.slot, delta.per_token)
     args = (*base, *low_rank, out_dtype, UNSELECTED)
     return insert_call(graph, _ops.fp8_block_linear_lora.default, args, site)

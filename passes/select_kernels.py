@@ -7,6 +7,7 @@ be loaded, so one graph serves any mix of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import fx
@@ -14,6 +15,10 @@ from torch import fx
 from lora_compile.errors import GraphInvalid
 from lora_compile.ops.source_digest import kernel_name
 from lora_compile.passes.base import UNSELECTED, GraphContext, GraphPass, packet
+from lora_compile.planning.plan import SitePlan
+from lora_compile.schemas.quant_scheme import find_scheme
+
+KernelKind = Literal["aten", "torch", "triton"]
 
 _ops = torch.ops.lora_compile
 
@@ -28,24 +33,35 @@ KERNEL_OPS = (
 """Every op whose last argument is `kernel`."""
 
 
+ATEN_OPS = {
+    _ops.lora_shrink: _ops.aten_lora_shrink,
+    _ops.linear_lora: _ops.aten_linear_lora,
+    _ops.quantize_fp8_group: _ops.aten_quantize_fp8_group,
+    _ops.fp8_block_linear: _ops.aten_fp8_block_linear,
+    _ops.fp8_block_linear_lora: _ops.aten_fp8_block_linear_lora,
+}
+"""Lowered op -> the op that implements it on a CPU: the same arguments without `kernel`."""
+
+
 @dataclass(frozen=True)
 class KernelRule:
     """One row of the table; the first row that fits decides. `*` fits everything."""
 
     op: str
     device: str
-    kernel: str
+    kernel: KernelKind
 
 
 TABLE: tuple[KernelRule, ...] = (
+    # ATen's own linear: Inductor picks the GEMM.
+    KernelRule(op="linear", device="cpu", kernel="torch"),
     KernelRule(op="*", device="cuda", kernel="triton"),
-    KernelRule(op="*", device="cpu", kernel="torch"),
-    KernelRule(op="*", device="meta", kernel="torch"),
+    KernelRule(op="*", device="cpu", kernel="aten"),
 )
 
 
-def kernel_for(op: str, device: str) -> str:
-    """The kernel family (`torch` or `triton`) of an op on a device."""
+def kernel_for(op: str, device: str) -> KernelKind:
+    """The kernel family (`aten`, `torch` or `triton`) of an op on a device."""
     for rule in TABLE:
         if rule.op in ("*", op) and rule.device in ("*", device):
             return rule.kernel
@@ -54,6 +70,14 @@ def kernel_for(op: str, device: str) -> str:
         expected=f"one of the devices {', '.join(sorted({r.device for r in TABLE}))}",
         found=device,
     )
+
+
+def site_kernel(site: SitePlan, device: str) -> KernelKind:
+    """The kernel family that computes a site's output."""
+    if site.kind == "embedding":
+        return "torch"
+    ops = find_scheme(site.quant.scheme).ops
+    return kernel_for((ops.lora if site.lora else ops.base).removeprefix("lora_compile::"), device)
 
 
 def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
@@ -66,7 +90,11 @@ def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
             raise GraphInvalid(f"{node.name} has a kernel already", found=node.args[-1])
         op = str(packet(node.target)).removeprefix("lora_compile.")
         kernel = kernel_for(op, device)
-        node.args = (*node.args[:-1], kernel_name(kernel))
+        if kernel == "aten":
+            node.target = ATEN_OPS[packet(node.target)].default
+            node.args = node.args[:-1]
+        else:
+            node.args = (*node.args[:-1], kernel_name(kernel))
         key = f"{op}: {kernel}"
         chosen[key] = chosen.get(key, 0) + 1
     return sum(chosen.values()), tuple(f"{key} x {count}" for key, count in sorted(chosen.items()))

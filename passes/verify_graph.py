@@ -18,6 +18,9 @@ OUTPUT_OPS = (
     _ops.linear_lora,
     _ops.fp8_block_linear,
     _ops.fp8_block_linear_lora,
+    _ops.aten_linear_lora,
+    _ops.aten_fp8_block_linear,
+    _ops.aten_fp8_block_linear_lora,
     torch.nn.functional.embedding,
 )
 """The ops that produce a site's output: one of them per site."""

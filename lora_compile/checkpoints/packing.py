@@ -90,6 +90,14 @@ def dense_part(site: SitePlan, index: int, source: WeightSource, survey: Survey)
     return fp8_block.dequantise(codes, {fp8_block.SCALE: scale}, block_shape)
 
 
+def dense_bias(
+    site: SitePlan, index: int, source: WeightSource, survey: Survey
+) -> torch.Tensor | None:
+    """The stored bias of one part, float32 (N_p,), or None where it has none."""
+    key = _format_of(site, site.parts[index], survey).bias_key
+    return None if key is None else source.tensor(key).float()
+
+
 def _parts(site: SitePlan) -> list[tuple[PartPlan, PartRows]]:
     return list(zip(site.parts, site.quant.parts, strict=True))
 

@@ -12,7 +12,7 @@ from rich.syntax import Syntax
 from lora_compile.adapters.slots import site_slot_bytes
 from lora_compile.cli.check import AsJson, DeploymentFile, show_summary, summary
 from lora_compile.cli.output import Steps, console, print_json, table
-from lora_compile.passes.select_kernels import kernel_for
+from lora_compile.passes.select_kernels import site_kernel
 from lora_compile.planning.plan import Plan, SitePlan
 from lora_compile.planning.prepare import Prepared, prepare
 from lora_compile.planning.sizes import mib, weight_bytes
@@ -87,7 +87,7 @@ def _show_sites(plan: Plan) -> None:
                 scale_rows,
                 str(first.in_features) if head else "",
                 first.quant.scheme if head else "",
-                kernel_for(first.kind, device) if head else "",
+                site_kernel(first, device) if head else "",
                 mib(sum(weight_bytes(s, plan.dtype) for s in sites)) if head else "",
                 mib(sum(site_slot_bytes(plan, s) for s in sites)) if head and first.lora else "",
                 escape(first.why + tied) if head else "",

@@ -15,10 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from lora_compile import torch_compat
 from lora_compile.adapters.peft_reader import read_adapter
 from lora_compile.api import load_prepared
-from lora_compile.checkpoints.packing import dense_part
+from lora_compile.checkpoints.packing import dense_bias, dense_part
 from lora_compile.cli.check import AsJson, DeploymentFile
 from lora_compile.cli.output import Steps, console, errors, print_json, table
 from lora_compile.errors import MissingKey
+from lora_compile.planning.plan import SitePlan
 from lora_compile.planning.prepare import Prepared, prepare
 from lora_compile.runtime.model import LoraModel
 from lora_compile.runtime.prompts import encode_rows
@@ -153,17 +154,19 @@ def _site_gate(prepared: Prepared, generation: Generation, model: LoraModel) -> 
     checkpoint, survey = prepared.checkpoint, prepared.survey
     assert checkpoint is not None
     assert survey is not None
+
+    def dense(site: SitePlan, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return (
+            dense_part(site, index, checkpoint, survey),
+            dense_bias(site, index, checkpoint, survey),
+        )
+
     read = {a.name: (read_adapter(a.path, prepared.plan), a.scale) for a in prepared.adapters}
     rows = []
     for row in generation.rows:
         adapter, own = read[row.adapter] if row.adapter is not None else (None, 1.0)
         rows += [GateRow(adapter, row.scale * own)] * generation.num_beams
-    return SiteGate(
-        prepared.plan,
-        model.module,
-        lambda site, part: dense_part(site, part, checkpoint, survey),
-        rows,
-    )
+    return SiteGate(prepared.plan, model.module, dense, rows)
 
 
 def _show(generation: Generation, model: LoraModel, outcome: Outcome, total: float) -> None:

@@ -4,6 +4,13 @@
 markers to. `reference`: what all of them mean.
 """
 
+from lora_compile.ops.aten import (
+    aten_fp8_block_linear,
+    aten_fp8_block_linear_lora,
+    aten_linear_lora,
+    aten_lora_shrink,
+    aten_quantize_fp8_group,
+)
 from lora_compile.ops.dense import linear, linear_lora
 from lora_compile.ops.fp8_block import (
     fp8_block_linear,
@@ -15,6 +22,11 @@ from lora_compile.ops.markers import site_embedding, site_experts, site_linear
 from lora_compile.ops.source_digest import kernel_name
 
 __all__ = [
+    "aten_fp8_block_linear",
+    "aten_fp8_block_linear_lora",
+    "aten_linear_lora",
+    "aten_lora_shrink",
+    "aten_quantize_fp8_group",
     "fp8_block_linear",
     "fp8_block_linear_lora",
     "kernel_name",

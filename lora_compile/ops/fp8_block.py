@@ -20,7 +20,7 @@ from lora_compile.ops.kernels import (
     require_triton,
 )
 from lora_compile.ops.lora import expand
-from lora_compile.ops.quant import dequantize_groups, expand_block_scales, quantize_groups
+from lora_compile.ops.quant import dequantize_blocks, multiply_groups, quantize_groups
 from lora_compile.ops.rows import check_fits, leading_rows
 from lora_compile.ops.source_digest import kernel_kind
 
@@ -144,8 +144,6 @@ def _linear_fp32(
     group: int,
 ) -> Tensor:
     """(L, N) float32. Values times scales first: one GEMM, and Inductor fuses the dequantising."""
-    columns = weight.shape[1]
-    x = dequantize_groups(xq, xs, group).reshape(-1, columns)
-    scale = expand_block_scales(weight_scale, part_rows, block_shape, columns)
-    base = x @ (weight.float() * scale).T
+    x = multiply_groups(xq.float(), xs, group).reshape(-1, weight.shape[1])
+    base = x @ dequantize_blocks(weight, weight_scale, part_rows, block_shape).T
     return base if bias is None else base + bias.float()

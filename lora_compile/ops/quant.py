@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lora_compile.errors import FeatureUnsupported
@@ -39,35 +37,62 @@ def boundaries(info: QuantInfo) -> list[int]:
     return [0, *(part.rows[1] for part in info.parts)]
 
 
-def expand_block_scales(
-    scale: Tensor, part_rows: list[int], block_shape: list[int], in_features: int
-) -> Tensor:
-    """Block scales, element by element.
+# Blocks and groups below are expanded over whole blocks, and the ragged rest is handled apart. Do
+# not expand over padded blocks and slice: Inductor's C++ backend (2.13) splits a loop over
+# `k // 128` into 128 x (K // 128) steps without looking at the remainder, and so leaves the last
+# columns of a sliced expansion unwritten.
+
+
+def expand_block_rows(scale: Tensor, part_rows: list[int], block_rows: int) -> Tensor:
+    """Block scales, one line per row of the weight.
 
     Args:
-        scale: (sum over parts of ceil(N_p / bn), ceil(K / bk)) float32; rows restart at each part.
-        part_rows: [0, N_0, N_0 + N_1, …].
-        block_shape: (bn, bk).
-        in_features: K.
+        scale: (sum over parts of ceil(N_p / bn), C); rows restart at each part.
+        part_rows: [0, N_0, N_0 + N_1, …, N].
+        block_rows: bn.
 
     Returns:
-        (N, K) float32.
+        (N, C).
     """
-    block_rows, block_columns = block_shape
-    whole = all(row % block_rows == 0 for row in part_rows[:-1])
-    if whole:
-        rows = scale.repeat_interleave(block_rows, 0)[: part_rows[-1]]
-    else:
-        pieces, first = [], 0
-        for low, high in pairwise(part_rows):
-            count = -(-(high - low) // block_rows)
-            piece = scale[first : first + count].repeat_interleave(block_rows, 0)
-            pieces.append(piece[: high - low])
-            first += count
-        rows = torch.cat(pieces)
-    count = rows.shape[1]
-    columns = rows.unsqueeze(-1).expand(rows.shape[0], count, block_columns)
-    return columns.reshape(rows.shape[0], count * block_columns)[:, :in_features]
+    pieces = []
+    start = first = 0
+    for end in part_rows[1:]:
+        rest = (end - start) % block_rows
+        if rest == 0 and end != part_rows[-1]:
+            continue  # Its blocks are whole, so the next part's rows simply follow.
+        blocks = (end - start) // block_rows
+        if blocks:
+            whole = scale[first : first + blocks].unsqueeze(1)
+            whole = whole.expand(blocks, block_rows, scale.shape[1])
+            pieces.append(whole.reshape(blocks * block_rows, scale.shape[1]))
+        if rest:
+            pieces.append(scale[first + blocks : first + blocks + 1].expand(rest, scale.shape[1]))
+        start, first = end, first + blocks + (rest > 0)
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def multiply_groups(values: Tensor, scale: Tensor, group: int) -> Tensor:
+    """values (..., K) times scale (..., ceil(K / group)), one scale per `group` columns."""
+    columns = values.shape[-1]
+    blocks = columns // group
+    pieces = []
+    if blocks:
+        whole = values[..., : blocks * group].unflatten(-1, (blocks, group))
+        pieces.append((whole * scale[..., :blocks].unsqueeze(-1)).flatten(-2))
+    if columns % group:
+        pieces.append(values[..., blocks * group :] * scale[..., blocks:])
+    return torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
+
+
+def dequantize_blocks(
+    weight: Tensor, scale: Tensor, part_rows: list[int], block_shape: list[int]
+) -> Tensor:
+    """weight (N, K) codes times its block scales: (N, K) float32.
+
+    `scale` is (sum over parts of ceil(N_p / bn), ceil(K / bk)); its rows restart at each part.
+    """
+    rows = expand_block_rows(scale.float(), part_rows, block_shape[0])
+    return multiply_groups(weight.float(), rows, block_shape[1])
 
 
 def dequantize_weight(weight: Tensor, aux: list[Tensor], info: QuantInfo) -> Tensor:
@@ -80,27 +105,23 @@ def dequantize_weight(weight: Tensor, aux: list[Tensor], info: QuantInfo) -> Ten
     Returns:
         (N, K) float32.
     """
-    values = weight.float()
     if info.scale.granularity == "none":
-        return values
+        return weight.float()
     assert info.scale.block_shape is not None
-    return values * expand_block_scales(
-        aux[0].float(), boundaries(info), list(info.scale.block_shape), info.in_features
-    )
+    return dequantize_blocks(weight, aux[0], boundaries(info), list(info.scale.block_shape))
 
 
 def dequantize_part(weight: Tensor, aux: list[Tensor], info: QuantInfo, part: int) -> Tensor:
     """Q(W) of one part: (N_p, K) float32. Arguments as in `dequantize_weight`."""
     low, high = info.parts[part].rows
-    values = weight[low:high].float()
     if info.scale.granularity == "none":
-        return values
+        return weight[low:high].float()
     scale_rows = info.parts[part].scale_rows
     assert info.scale.block_shape is not None
     assert scale_rows is not None
-    scale = aux[0][slice(*scale_rows)].float()
+    scale = aux[0][slice(*scale_rows)]
     block_shape = list(info.scale.block_shape)
-    return values * expand_block_scales(scale, [0, high - low], block_shape, info.in_features)
+    return dequantize_blocks(weight[low:high], scale, [0, high - low], block_shape)
 
 
 def quantize_groups(x: Tensor, group: int, min_scale: float) -> tuple[Tensor, Tensor]:
@@ -111,24 +132,28 @@ def quantize_groups(x: Tensor, group: int, min_scale: float) -> tuple[Tensor, Te
     checkpoints (`activation_scheme: dynamic`).
     """
     columns = x.shape[-1]
-    count = -(-columns // group)
-    values = x.float()
+    blocks = columns // group
+    codes, scales = [], []
+    if blocks:
+        whole = x[..., : blocks * group].unflatten(-1, (blocks, group))
+        code, scale = _quantize_last(whole, min_scale)
+        codes.append(code.flatten(-2))
+        scales.append(scale)
     if columns % group:
-        values = F.pad(values, (0, count * group - columns))
-    values = values.reshape(*x.shape[:-1], count, group)
+        code, scale = _quantize_last(x[..., blocks * group :].unsqueeze(-2), min_scale)
+        codes.append(code.flatten(-2))
+        scales.append(scale)
+    if len(codes) == 1:
+        return codes[0], scales[0]
+    return torch.cat(codes, -1), torch.cat(scales, -1)
+
+
+def _quantize_last(values: Tensor, min_scale: float) -> tuple[Tensor, Tensor]:
+    """One scale over the last dimension: codes (..., c) and scales (...)."""
+    values = values.float()
     scale = (values.abs().amax(-1) / FP8_MAX).clamp(min=min_scale)
     codes = (values / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
-    codes = codes.reshape(*x.shape[:-1], count * group)[..., :columns]
-    return codes.to(torch.float8_e4m3fn).contiguous(), scale
-
-
-def dequantize_groups(codes: Tensor, scale: Tensor, group: int) -> Tensor:
-    """Inverse of `quantize_groups`: (..., K) float32."""
-    columns = codes.shape[-1]
-    count = scale.shape[-1]
-    factors = scale.unsqueeze(-1).expand(*scale.shape, group)
-    factors = factors.reshape(*scale.shape[:-1], count * group)[..., :columns]
-    return codes.float() * factors
+    return codes.to(torch.float8_e4m3fn), scale
 
 
 def quantize_activation(x: Tensor, info: QuantInfo) -> Tensor:
@@ -138,4 +163,4 @@ def quantize_activation(x: Tensor, info: QuantInfo) -> Tensor:
     assert info.activation.group is not None
     assert info.activation.min_scale is not None
     codes, scale = quantize_groups(x, info.activation.group, info.activation.min_scale)
-    return dequantize_groups(codes, scale, info.activation.group)
+    return multiply_groups(codes.float(), scale, info.activation.group)

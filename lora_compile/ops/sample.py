@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lora_compile.ops.source_digest import kernel_name
 from lora_compile.schemas.quant_info import (
     ActivationInfo,
     PartRows,
@@ -148,65 +150,44 @@ def sample_site(
     return site
 
 
+def call(name: str, *args: object, kernel: str) -> Any:
+    """A lowered op. `kernel` is what `kernel_name` returns, or `aten` for the op's ATen form."""
+    ops = torch.ops.lora_compile
+    if kernel != "aten":
+        return getattr(ops, name)(*args, kernel)
+    if name == "linear":
+        return ops.linear(*args, kernel_name("torch"))  # It has no other form on a CPU.
+    return getattr(ops, f"aten_{name}")(*args)
+
+
 @torch.no_grad()
 def run_lowered(
     site: SampleSite, x: Tensor, slot: Tensor, row_scale: Tensor, per_token: bool, kernel: str
 ) -> Tensor:
-    """The lowered ops that a site becomes, with its delta. x (..., K) -> (..., N)."""
-    ops = torch.ops.lora_compile
-    h = ops.lora_shrink(
-        x, site.lora_a, site.lora_scale, site.lora_rank, slot, row_scale, per_token, kernel
-    )
+    """The lowered ops that a site with slots becomes. x (..., K) -> (..., N)."""
+    factors = (site.lora_a, site.lora_scale, site.lora_rank, slot, row_scale, per_token)
+    h = call("lora_shrink", x, *factors, kernel=kernel)
     delta = (h, site.lora_b, site.lora_rank, slot)
     if site.quant.scale.granularity == "none":
-        y = ops.linear_lora(
-            x, site.weight, site.bias, *delta, site.part_rows, per_token, kernel
-        )
-        assert isinstance(y, Tensor)
-        return y
-    activation = site.quant.activation
-    block_shape = site.quant.scale.block_shape
-    assert block_shape is not None
-    codes, scales = ops.quantize_fp8_group(x, activation.group, activation.min_scale, kernel)
-    y = ops.fp8_block_linear_lora(
-        codes,
-        scales,
-        site.weight,
-        site.aux[0],
-        site.bias,
-        site.part_rows,
-        list(block_shape),
-        activation.group,
-        *delta,
-        per_token,
-        x.dtype,
-        kernel,
-    )
-    assert isinstance(y, Tensor)
-    return y
+        args = (x, site.weight, site.bias, *delta, site.part_rows, per_token)
+        return cast(Tensor, call("linear_lora", *args, kernel=kernel))
+    args = (*_scaled_arguments(site, x, kernel), *delta, per_token, x.dtype)
+    return cast(Tensor, call("fp8_block_linear_lora", *args, kernel=kernel))
 
 
 @torch.no_grad()
 def run_base(site: SampleSite, x: Tensor, kernel: str) -> Tensor:
-    """The lowered ops of a site that is built without adapters. x (..., K) -> (..., N)."""
-    ops = torch.ops.lora_compile
-    activation = site.quant.activation
+    """The lowered ops of a site that is built without slots. x (..., K) -> (..., N)."""
     if site.quant.scale.granularity == "none":
-        y = ops.linear(x, site.weight, site.bias, kernel)
-    else:
-        assert site.quant.scale.block_shape is not None
-        codes, scales = ops.quantize_fp8_group(x, activation.group, activation.min_scale, kernel)
-        y = ops.fp8_block_linear(
-            codes,
-            scales,
-            site.weight,
-            site.aux[0],
-            site.bias,
-            site.part_rows,
-            list(site.quant.scale.block_shape),
-            activation.group,
-            x.dtype,
-            kernel,
-        )
-    assert isinstance(y, Tensor)
-    return y
+        return cast(Tensor, call("linear", x, site.weight, site.bias, kernel=kernel))
+    args = (*_scaled_arguments(site, x, kernel), x.dtype)
+    return cast(Tensor, call("fp8_block_linear", *args, kernel=kernel))
+
+
+def _scaled_arguments(site: SampleSite, x: Tensor, kernel: str) -> tuple[object, ...]:
+    activation, block_shape = site.quant.activation, site.quant.scale.block_shape
+    assert block_shape is not None
+    group, min_scale = activation.group, activation.min_scale
+    codes, scales = call("quantize_fp8_group", x, group, min_scale, kernel=kernel)
+    packed = (codes, scales, site.weight, site.aux[0], site.bias, site.part_rows)
+    return (*packed, list(block_shape), group)

@@ -22,7 +22,7 @@ from lora_compile.errors import (
     SiteMissing,
     WidthMismatch,
 )
-from lora_compile.planning.plan import PartPlan, Plan, SitePlan, SlotPlan, SourceRef
+from lora_compile.planning.plan import ModelDtype, PartPlan, Plan, SitePlan, SlotPlan, SourceRef
 from lora_compile.schemas.architecture import (
     ArchitectureSchema,
     EmbeddingSite,
@@ -30,10 +30,11 @@ from lora_compile.schemas.architecture import (
     Site,
 )
 from lora_compile.schemas.expressions import evaluate
+from lora_compile.schemas.quant_info import WeightDtype
 from lora_compile.schemas.quant_scheme import QuantScheme, all_schemes
 from lora_compile.schemas.yaml_file import KeyPath, Loaded, text_path
 
-STORED_DTYPES = {"F8_E4M3": "float8_e4m3fn"}
+STORED_DTYPES: dict[str, WeightDtype] = {"F8_E4M3": "float8_e4m3fn"}
 """safetensors' names of packed dtypes -> torch's."""
 
 
@@ -237,7 +238,7 @@ def build_plan(
     formats: Mapping[str, ModuleFormat],
     *,
     model_type: str,
-    dtype: str,
+    dtype: ModelDtype,
     device: str,
     quantise_to: QuantScheme | None,
     keep: Callable[[str], bool],
@@ -273,7 +274,7 @@ def build_plan(
     return Plan(
         architecture=schema.name,
         model_type=model_type,
-        dtype=dtype,  # type: ignore[arg-type]  # validated by the model
+        dtype=dtype,
         device=device,
         scheme=quantise_to.name if quantise_to else _stored_scheme(sites),
         slots=slots,
@@ -294,7 +295,7 @@ def _stored_scheme(sites: list[SitePlan]) -> str:
 class _DecidedPart:
     part: FoundPart
     scheme: QuantScheme
-    weight_dtype: str
+    weight_dtype: WeightDtype
     block_shape: tuple[int, int] | None
     why: str
 
@@ -308,7 +309,7 @@ def _decide(
     site: FoundSite,
     part: FoundPart,
     stored: ModuleFormat,
-    dtype: str,
+    dtype: ModelDtype,
     quantise_to: QuantScheme | None,
     keep: Callable[[str], bool],
 ) -> _DecidedPart:
@@ -322,8 +323,8 @@ def _decide(
                 found=quantise_to.name,
                 fix="set quantization.scheme: auto",
             )
-        dtype = STORED_DTYPES[stored.weight_dtype]
-        return _DecidedPart(part, schemes[stored.scheme], dtype, stored.block_shape, stored.why)
+        packed = STORED_DTYPES[stored.weight_dtype]
+        return _DecidedPart(part, schemes[stored.scheme], packed, stored.block_shape, stored.why)
     if quantise_to is None or quantise_to.name == "none":
         return _DecidedPart(part, schemes["none"], dtype, None, stored.why)
     if not site.schema.quantise_at_load:
@@ -337,7 +338,7 @@ def _decide(
     return _DecidedPart(
         part,
         quantise_to,
-        at_load.weight_dtype,
+        dtype if at_load.weight_dtype == "from_model" else at_load.weight_dtype,
         at_load.block_shape,
         f"quantised to {quantise_to.name} at load",
     )

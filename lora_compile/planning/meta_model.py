@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from lora_compile.errors import CheckpointInvalid, FeatureUnsupported
+from lora_compile.planning.plan import ModelDtype
 
-DTYPES = {
+DTYPES: dict[ModelDtype, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -39,7 +40,7 @@ def read_config(path: Path, *, gguf_file: str | None = None) -> Any:
         ) from error
 
 
-def meta_model(config: Any, dtype: str) -> nn.Module:
+def meta_model(config: Any, dtype: ModelDtype) -> nn.Module:
     """A causal LM whose parameters are on the meta device; its buffers are real.
 
     Non-persistent buffers (rotary frequencies) are in no checkpoint, so they must be made for

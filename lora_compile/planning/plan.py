@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from lora_compile.schemas.base import StrictModel
 from lora_compile.schemas.quant_info import QuantInfo
 
+ModelDtype = Literal["float32", "float16", "bfloat16"]
 SiteKind = Literal["linear", "embedding", "experts"]
 
 
@@ -58,12 +59,12 @@ class PartTarget(NamedTuple):
     """Where one projection's delta goes."""
 
     site: SitePlan
-    index: int
+    part_index: int
     """Index of the part in `site.parts`."""
 
     @property
     def part(self) -> PartPlan:
-        return self.site.parts[self.index]
+        return self.site.parts[self.part_index]
 
 
 class SlotPlan(StrictModel):
@@ -75,7 +76,7 @@ class SlotPlan(StrictModel):
     rank: int
     """`max_rank` rounded up to a multiple of 16: the stored width."""
     features: tuple[str, ...]
-    dtype: Literal["float32", "float16", "bfloat16"]
+    dtype: ModelDtype
 
     @property
     def slots(self) -> int:
@@ -88,7 +89,7 @@ class Plan(StrictModel):
 
     architecture: str
     model_type: str
-    dtype: Literal["float32", "float16", "bfloat16"]
+    dtype: ModelDtype
     device: str
     scheme: str
     """The deployment's scheme name; a site's own scheme is in `SitePlan.quant`."""

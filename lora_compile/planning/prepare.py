@@ -30,7 +30,7 @@ from lora_compile.errors import (
 )
 from lora_compile.planning.build import FoundSite, build_plan, find_sites
 from lora_compile.planning.meta_model import DTYPES, meta_model, read_config
-from lora_compile.planning.plan import Plan, SlotPlan
+from lora_compile.planning.plan import ModelDtype, Plan, SlotPlan
 from lora_compile.schemas.architecture import (
     ArchitectureSchema,
     find_architecture,
@@ -204,13 +204,14 @@ def survey_checkpoint(
     faults: FaultList,
 ) -> Survey | None:
     """Lay the checkpoint's tensors over the sites; every tensor is consumed or refused."""
-    is_file = isinstance(source, CheckpointIndex)
-    config = source.quantization_config if is_file else None
+    config, config_source = None, None
+    if isinstance(source, CheckpointIndex):
+        config, config_source = source.quantization_config, source.quantization_source
     try:
         return survey(
             source,
             [spec for site in found for spec in site.specs()],
-            detect_scheme(config, file=source.quantization_source if is_file else None),
+            detect_scheme(config, file=config_source),
             quantization_config=config,
             other=other_parameters(module, found),
             ignored={rule.pattern: rule.why for rule in architecture.checkpoint.ignore},
@@ -285,7 +286,7 @@ def _plan(
         ) from error
 
 
-def slot_plan(max_adapters: int, max_rank: int, dtype: str) -> SlotPlan:
+def slot_plan(max_adapters: int, max_rank: int, dtype: ModelDtype) -> SlotPlan:
     """Slots for `max_adapters` adapters of rank `max_rank`, stored in `dtype`."""
     rank = -(-max_rank // RANK_STEP) * RANK_STEP
     return SlotPlan(
@@ -293,7 +294,7 @@ def slot_plan(max_adapters: int, max_rank: int, dtype: str) -> SlotPlan:
         max_rank=max_rank,
         rank=rank,
         features=(),
-        dtype=dtype,  # type: ignore[arg-type]  # validated by the model
+        dtype=dtype,
     )
 
 

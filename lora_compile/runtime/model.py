@@ -246,7 +246,8 @@ class LoraModel:
         arguments = cache_arguments(self.module, self.plan, input_ids, expand, cache, kwargs)
         with self.bind(input_ids, adapters, scales, expand=expand), torch.no_grad():
             # transformers would compile by itself when it sees a static cache on CUDA.
-            return self.module.generate(input_ids, disable_compile=True, **arguments, **kwargs)
+            generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
+            return generate(input_ids, disable_compile=True, **arguments, **kwargs)
 
     @property
     def report(self) -> Report:

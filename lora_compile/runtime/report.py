@@ -10,7 +10,7 @@ import torch
 
 from lora_compile import torch_compat
 from lora_compile.adapters.pool import AdapterPool
-from lora_compile.passes.select_kernels import kernel_for
+from lora_compile.passes.select_kernels import site_kernel
 from lora_compile.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def make_report(plan: Plan, backend: Backend, pool: AdapterPool, scope: str) -> 
         sites=len(plan.sites),
         parts=len(plan.targets),
         schemes=dict(Counter(site.quant.scheme for site in plan.sites)),
-        kernels=dict(Counter(kernel_for(site.kind, device) for site in plan.sites)),
+        kernels=dict(Counter(site_kernel(site, device) for site in plan.sites)),
         scope=scope,
         graphs=tuple(
             GraphLine(

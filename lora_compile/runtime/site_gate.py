@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from lora_compile.adapters.canonical import CanonicalAdapter
@@ -166,7 +167,7 @@ def quantised_activation(site: SitePlan, x: torch.Tensor) -> torch.Tensor:
     assert activation.group is not None
     assert activation.min_scale is not None
     groups = []
-    for group in x.split(activation.group, dim=-1):
+    for group in torch.split(x, activation.group, dim=-1):
         scale = (group.abs().amax(dim=-1, keepdim=True) / 448.0).clamp(min=activation.min_scale)
         groups.append((group / scale).to(torch.float8_e4m3fn).float() * scale)
     return torch.cat(groups, dim=-1)
@@ -179,19 +180,27 @@ def _touches(row: GateRow, site: SitePlan) -> bool:
     return any(delta is not None and delta.scale != 0 for delta in found)
 
 
-def _delta(target: Any, args: tuple[Any, ...]) -> torch.Tensor:
+def _delta(target: Any, args: tuple[Any, ...]) -> Any:
     """The delta that a lowered op adds, before the output is rounded: op minus its base op."""
     ops = torch.ops.lora_compile
-    kernel = args[-1]
-    if packet(target) == ops.linear_lora:
-        x, weight, bias = (None if a is None else a.float() for a in args[:3])
-        base = ops.linear(x, weight, bias, kernel)
+    op = packet(target)
+    if op == ops.aten_linear_lora:
+        x, weight, bias = _float32(args[:3])
+        return ops.aten_linear_lora(x, weight, bias, *args[3:]) - F.linear(x, weight, bias)
+    if op == ops.linear_lora:
+        x, weight, bias = _float32(args[:3])
         full = ops.linear_lora(x, weight, bias, *args[3:])
-    else:
-        assert packet(target) == ops.fp8_block_linear_lora, target
-        base = ops.fp8_block_linear(*args[:8], torch.float32, kernel)
-        full = ops.fp8_block_linear_lora(*args[:-2], torch.float32, kernel)
-    return torch.as_tensor(full - base)
+        return full - ops.linear(x, weight, bias, args[-1])
+    if op == ops.aten_fp8_block_linear_lora:
+        base = ops.aten_fp8_block_linear(*args[:8], torch.float32)
+        return ops.aten_fp8_block_linear_lora(*args[:-1], torch.float32) - base
+    assert op == ops.fp8_block_linear_lora, target
+    base = ops.fp8_block_linear(*args[:8], torch.float32, args[-1])
+    return ops.fp8_block_linear_lora(*args[:-2], torch.float32, args[-1]) - base
+
+
+def _float32(args: tuple[Any, ...]) -> list[Any]:
+    return [None if arg is None else arg.float() for arg in args]
 
 
 Compare = Callable[[fx.Node, SitePlan, torch.Tensor, tuple[Any, ...], torch.Tensor], None]

@@ -10,7 +10,6 @@ from torch import fx, nn
 
 from lora_compile.adapters.slots import allocate_slots
 from lora_compile.passes.graph_text import graph_text
-from lora_compile.planning.meta_model import DTYPES
 from lora_compile.planning.plan import Plan, SitePlan
 from lora_compile.runtime.attach import SiteStorage, attach
 from lora_compile.runtime.backend import Backend
@@ -68,8 +67,7 @@ def meta_storages(plan: Plan) -> dict[str, SiteStorage]:
 
 
 def _meta(dtype: str, *shape: int) -> torch.Tensor:
-    kinds = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
-    return torch.empty(*shape, dtype=kinds[dtype], device="meta")
+    return torch.empty(*shape, dtype=getattr(torch, dtype), device="meta")
 
 
 def _meta_scale(quant: QuantInfo) -> torch.Tensor:

@@ -1,0 +1,219 @@
+"""The ops under torch.compile: one graph, one compile for every batch size, the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lora_compile.ops.sample import SampleSite, run_base, run_lowered, sample_site
+from tests.ops.conftest import RANKS, RowMap, bound, kernel_of, row_errors
+from tests.ops.oracle import site_output
+
+SLOTS = [5, -1, 0, 4, -1, 2, 6, 1, 3]
+BATCHES = (3, 9, 2, 7)
+COLUMNS = 320
+"""Two and a half blocks: the ragged end is where a compiler may go wrong unseen."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def make(scheme: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> SampleSite:
+    generator = torch.Generator().manual_seed(seed)
+    return sample_site(
+        generator, [192, 64, 33], COLUMNS, RANKS, scheme=scheme, dtype=dtype, bias=True
+    )
+
+
+def check(
+    function: Callable[[Tensor], Tensor],
+    site: SampleSite,
+    rows: RowMap,
+    tokens: int,
+    seed: int,
+    *,
+    flat: bool = False,
+) -> None:
+    """Compile for a dynamic batch (and a dynamic length unless it is 1), run without recompiles."""
+    compiled = torch.compile(function, fullgraph=True)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for number, batch in enumerate(BATCHES):
+        leading = (batch,) if flat else (batch, tokens + (number if tokens > 1 else 0))
+        x = torch.randn(*leading, COLUMNS, generator=generator).to(site.dtype)
+        for dim in range(1 if flat or tokens == 1 else 2):
+            torch._dynamo.mark_dynamic(x, dim)
+        stance = "default" if number == 0 else "fail_on_recompile"
+        with torch.no_grad(), torch.compiler.set_stance(stance):
+            y = compiled(x)
+        slots, scales = rows.per_row(batch, 1 if flat else leading[1])
+        expected = site_output(site, x, slots, scales)
+        assert y.dtype == x.dtype
+        errors = row_errors(y.reshape(expected.shape), expected)
+        assert (errors <= bound(site.dtype)).all(), (leading, errors)
+
+
+@pytest.mark.parametrize("kind", ["torch", "aten"])
+@pytest.mark.parametrize("tokens", [1, 4], ids=["decode", "prefill"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_lowered_ops(scheme: str, tokens: int, kind: str, seed: int) -> None:
+    site = make(scheme, seed)
+    rows = RowMap.of(SLOTS, torch.Generator().manual_seed(seed))
+    kernel = kernel_of(kind)
+
+    def forward(x: Tensor) -> Tensor:
+        return run_lowered(site, x, rows.slot, rows.scale, False, kernel)
+
+    check(forward, site, rows, tokens, seed)
+
+
+def test_packed_rows(seed: int) -> None:
+    site = make("none", seed, torch.float32)
+    rows = RowMap.of(SLOTS, torch.Generator().manual_seed(seed))
+    kernel = kernel_of("torch")
+
+    def forward(x: Tensor) -> Tensor:
+        return run_lowered(site, x, rows.slot, rows.scale, True, kernel)
+
+    check(forward, site, rows, 1, seed, flat=True)
+
+
+@pytest.mark.parametrize("kind", ["torch", "aten"])
+def test_sites_without_slots(kind: str, seed: int) -> None:
+    site = make("fp8_block", seed)
+    rows = RowMap.of([-1] * 9, torch.Generator().manual_seed(seed))
+    kernel = kernel_of(kind)
+    check(lambda x: run_base(site, x, kernel), site, rows, 4, seed)
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_markers(scheme: str, seed: int) -> None:
+    site = make(scheme, seed)
+    rows = RowMap.of(SLOTS, torch.Generator().manual_seed(seed))
+    maps = [rows.slot, rows.scale, rows.slot, rows.scale]
+    quant = site.quant.model_dump_json()
+
+    def forward(x: Tensor) -> Tensor:
+        arguments = (x, site.weight, site.aux, site.bias, site.adapter, maps)
+        parts = [
+            torch.ops.lora_compile.site_linear(*arguments, part, quant, False) for part in range(3)
+        ]
+        return torch.cat(parts, -1)
+
+    check(forward, site, rows, 4, seed)
+
+
+@pytest.mark.parametrize("tokens", [1, 4], ids=["decode", "prefill"])
+def test_base_rows_keep_their_bits(tokens: int, seed: int) -> None:
+    """In one compiled graph, whatever the other rows' slots hold."""
+    site = make("fp8_block", seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows = RowMap.of([-1] * 6, generator)
+    kernel = kernel_of("torch")
+
+    def forward(x: Tensor) -> Tensor:
+        return run_lowered(site, x, rows.slot, rows.scale, False, kernel)
+
+    compiled = torch.compile(forward, fullgraph=True)
+    x = torch.randn(6, tokens, COLUMNS, generator=generator).bfloat16()
+    nobody = compiled(x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        rows.slot[:6] = torch.tensor([-1, 0, 5, -1, 6, -2])
+        live = compiled(x)
+        site.lora_a.fill_(float("nan"))
+        site.lora_b.fill_(float("nan"))
+        poisoned = compiled(x)
+    base = [0, 3, 4]  # Slot 6 has no delta here.
+    assert torch.equal(live[base], nobody[base])
+    assert torch.equal(poisoned[base], nobody[base])
+    assert live[[1, 2]].isfinite().all()
+    assert not torch.equal(live[[1, 2]], nobody[[1, 2]])
+    assert poisoned[[1, 2]].isnan().all()
+    assert live[5].isnan().all()
+
+
+def opcheck_arguments(site: SampleSite, x: Tensor, rows: RowMap) -> dict[str, tuple[object, ...]]:
+    """Arguments for every op, without the `kernel`."""
+    adapter = (site.lora_a, site.lora_scale, site.lora_rank, rows.slot, rows.scale, False)
+    maps = [rows.slot, rows.scale, rows.slot, rows.scale]
+    h = torch.randn(x[..., 0].numel(), 3, 64)
+    delta = (h, site.lora_b, site.lora_rank, rows.slot)
+    plain = torch.randn(site.weight.shape).bfloat16()
+    codes, scales = torch.ops.lora_compile.quantize_fp8_group(x, 128, 1e-12, kernel_of("torch"))
+    scaled = (codes, scales, site.weight, site.aux[0], site.bias, site.part_rows, [128, 128], 128)
+    quant = site.quant.model_dump_json()
+    ids = torch.randint(0, 50, x.shape[:-1])
+    embedding = [torch.randn(7, 64, 50), torch.randn(7, 8, 64), site.lora_scale[:, :1]]
+    return {
+        "lora_shrink": (x, *adapter),
+        "linear": (x, plain, site.bias),
+        "linear_lora": (x, plain, site.bias, *delta, site.part_rows, False),
+        "quantize_fp8_group": (x, 128, 1e-12),
+        "fp8_block_linear": (*scaled, torch.bfloat16),
+        "fp8_block_linear_lora": (*scaled, *delta, False, torch.bfloat16),
+        "site_linear": (
+            x,
+            site.weight,
+            site.aux,
+            site.bias,
+            site.adapter,
+            maps,
+            1,
+            quant,
+            False,
+        ),  # fmt: skip
+        "site_embedding": (
+            ids,
+            torch.randn(50, 8),
+            [*embedding, site.lora_rank],
+            maps,
+            False,
+        ),  # fmt: skip
+    }
+
+
+KERNEL_OPS = (
+    "lora_shrink",
+    "linear",
+    "linear_lora",
+    "quantize_fp8_group",
+    "fp8_block_linear",
+    "fp8_block_linear_lora",
+)
+MARKERS = ("site_linear", "site_embedding")
+
+
+@pytest.mark.parametrize("name", [*KERNEL_OPS, *MARKERS])
+def test_opcheck(name: str, seed: int) -> None:
+    site = make("fp8_block", seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows = RowMap.of(SLOTS, generator)
+    for leading in ((3, 4), (2, 1)):
+        x = torch.randn(*leading, COLUMNS, generator=generator).bfloat16()
+        arguments = opcheck_arguments(site, x, rows)[name]
+        op = getattr(torch.ops.lora_compile, name)
+        if name in KERNEL_OPS:
+            torch.library.opcheck(op, (*arguments, kernel_of("torch")))
+        else:
+            torch.library.opcheck(op, arguments)
+        if name in KERNEL_OPS and name != "linear":
+            torch.library.opcheck(getattr(torch.ops.lora_compile, f"aten_{name}"), arguments)
+
+
+def test_opcheck_experts(seed: int) -> None:
+    from tests.ops.test_markers import expert_adapter, experts_case, sample_quant
+
+    experts, x, ids, weights = experts_case(seed)
+    rows = RowMap.of([0, -1] * 5, torch.Generator().manual_seed(seed))
+    maps = [rows.slot, rows.scale, rows.slot, rows.scale]
+    quant13 = sample_quant("none", [24, 24], 32, torch.float32, False, 128).model_dump_json()
+    quant2 = sample_quant("none", [32], 24, torch.float32, False, 128).model_dump_json()
+    w13, w2 = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    weight = (w13, [], None, w2, [], None)
+    rest = (expert_adapter(2, [5, 16]), maps, quant13, quant2, "halves", "silu", False)
+    op = torch.ops.lora_compile.site_experts
+    torch.library.opcheck(op, (x, ids, weights, *weight, *rest))
