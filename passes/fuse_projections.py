@@ -55,8 +55,10 @@ def _fuse(graph: fx.Graph, nodes: list[fx.Node], site: SitePlan) -> None:
         widths = [part.out_features for part in site.parts]
         split = insert_call(graph, torch.split, (fused, widths, -1), site)
         outputs = [
-            insert_call(graph, operator.getitem, (split, index), site)
-            for index in range(len(widths))
+            # With its example value: AOTAutograd caches no graph that calls a method on a node
+            # without one.
+            insert_call(graph, operator.getitem, (split, index), site, value(node))
+            for index, node in enumerate(nodes)
         ]
     for node, output in zip(nodes, outputs, strict=True):
         node.replace_all_uses_with(output)

@@ -7,7 +7,7 @@ be loaded, so one graph serves any mix of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -33,7 +33,7 @@ KERNEL_OPS = (
 """Every op whose last argument is `kernel`."""
 
 
-ATEN_OPS = {
+ATEN_OPS: dict[object, Any] = {
     _ops.lora_shrink: _ops.aten_lora_shrink,
     _ops.linear_lora: _ops.aten_linear_lora,
     _ops.quantize_fp8_group: _ops.aten_quantize_fp8_group,

@@ -69,9 +69,7 @@ def make_adapter(
     torch.manual_seed(seed)
     wanted = list(targets) if isinstance(targets, tuple) else targets
     settings = {"r": rank, "lora_alpha": rank, "target_modules": wanted, **config}
-    peft = get_peft_model(
-        copy.deepcopy(model), LoraConfig(**settings, task_type="CAUSAL_LM")
-    )
+    peft = get_peft_model(copy.deepcopy(model), LoraConfig(**settings, task_type="CAUSAL_LM"))
     for name, parameter in peft.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=strength / rank**0.5 / parameter.shape[0] ** 0.25)

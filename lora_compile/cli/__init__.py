@@ -15,6 +15,8 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # The steps that we print say what goes on; bars of other libraries would cut through them.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from lora_compile.cli.app import app
     from lora_compile.cli.output import show_faults
     from lora_compile.errors import LoraCompileError

@@ -58,41 +58,37 @@ def explain(
 
 
 def _show_sites(plan: Plan) -> None:
-    """One row per part; equal layers are shown once."""
-    made = table(
-        "sites (equal layers together)",
-        "site", "part", ">rows", ">scale rows", ">in", "scheme", "kernel", ">weights", ">slots",
-        "why",
-    )  # fmt: skip
+    """A block per site, with a line per part; equal layers are shown once."""
     groups: dict[Any, list[SitePlan]] = {}
     for site in plan.sites:
         key = (site.role, site.quant.model_dump_json(), site.lora, site.tied_to, site.why)
         groups.setdefault(key, []).append(site)
     device = torch.device(plan.device).type
+    console.print("\n[bold]sites[/] (equal layers together)")
     for sites in groups.values():
         first = sites[0]
-        name = first.name
-        if first.layer is not None:
-            layers = [site.layer for site in sites if site.layer is not None]
-            at = first.name.replace(f".{first.layer}.", f".{_ranges(layers)}.", 1)
-            name = f"{at}  x{len(sites)}"
+        weights = sum(weight_bytes(site, plan.dtype) for site in sites)
+        slots = sum(site_slot_bytes(plan, site) for site in sites if site.lora)
+        facts = [first.quant.scheme, f"{site_kernel(first, device)} kernel", mib(weights)]
+        facts.append(f"slots {mib(slots)}" if first.lora else "no slots")
+        console.print(f"\n[bold]{escape(_site_name(sites))}[/]  {', '.join(facts)}")
         tied = f"; shares the weight of {first.tied_to}" if first.tied_to else ""
-        for index, part in enumerate(first.quant.parts):
-            scale_rows = "-" if part.scale_rows is None else "{}..{}".format(*part.scale_rows)
-            head = index == 0
-            made.add_row(
-                escape(name) if head else "",
-                part.name,
-                "{}..{}".format(*part.rows),
-                scale_rows,
-                str(first.in_features) if head else "",
-                first.quant.scheme if head else "",
-                site_kernel(first, device) if head else "",
-                mib(sum(weight_bytes(s, plan.dtype) for s in sites)) if head else "",
-                mib(sum(site_slot_bytes(plan, s) for s in sites)) if head and first.lora else "",
-                escape(first.why + tied) if head else "",
-            )
-    console.print(made)
+        console.print(f"    [dim]{escape(first.why + tied)}[/]")
+        for part in first.quant.parts:
+            low, high = part.rows
+            line = f"    {part.name:<14}rows {low:>6} to {high:<6} of {first.in_features}"
+            if part.scale_rows is not None:
+                line += "   scale rows {:>3} to {}".format(*part.scale_rows)
+            console.print(line)
+
+
+def _site_name(sites: list[SitePlan]) -> str:
+    first = sites[0]
+    if first.layer is None:
+        return first.name
+    layers = [site.layer for site in sites if site.layer is not None]
+    name = first.name.replace(f".{first.layer}.", f".{_ranges(layers)}.", 1)
+    return f"{name} x {len(sites)}"
 
 
 def _ranges(layers: list[int]) -> str:

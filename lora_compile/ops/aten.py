@@ -35,7 +35,8 @@ def decode_e4m3(codes: Tensor) -> Tensor:
 def scale_groups_(values: Tensor, scale: Tensor, group: int) -> None:
     """values (..., K) *= scale (..., ceil(K / group)), in place."""
     whole = values.shape[-1] // group
-    values[..., : whole * group].unflatten(-1, (whole, group)).mul_(scale[..., :whole, None])
+    blocks = torch.unflatten(values[..., : whole * group], -1, (whole, group))
+    blocks.mul_(scale[..., :whole, None])
     if values.shape[-1] % group:
         values[..., whole * group :].mul_(scale[..., whole:])
 

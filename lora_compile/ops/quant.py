@@ -77,7 +77,7 @@ def multiply_groups(values: Tensor, scale: Tensor, group: int) -> Tensor:
     blocks = columns // group
     pieces = []
     if blocks:
-        whole = values[..., : blocks * group].unflatten(-1, (blocks, group))
+        whole = torch.unflatten(values[..., : blocks * group], -1, (blocks, group))
         pieces.append((whole * scale[..., :blocks].unsqueeze(-1)).flatten(-2))
     if columns % group:
         pieces.append(values[..., blocks * group :] * scale[..., blocks:])
@@ -135,7 +135,7 @@ def quantize_groups(x: Tensor, group: int, min_scale: float) -> tuple[Tensor, Te
     blocks = columns // group
     codes, scales = [], []
     if blocks:
-        whole = x[..., : blocks * group].unflatten(-1, (blocks, group))
+        whole = torch.unflatten(x[..., : blocks * group], -1, (blocks, group))
         code, scale = _quantize_last(whole, min_scale)
         codes.append(code.flatten(-2))
         scales.append(scale)

@@ -14,6 +14,8 @@ def weight_bytes(site: SitePlan, dtype: str) -> int:
         dtype: the model's dtype, in which biases are stored.
     """
     quant = site.quant
+    if site.tied_to is not None and quant.scheme == "none":
+        return 0  # the embedding's
     total = quant.out_features * quant.in_features * ITEMSIZE[quant.weight_dtype]
     if quant.scale.block_shape is not None:
         assert quant.scale.dtype is not None

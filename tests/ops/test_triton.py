@@ -82,6 +82,52 @@ def test_the_cache_key_sees_the_kernels(name: str) -> None:
     assert get_triton_kernels_for_op(f"lora_compile::{name}")
 
 
+TRACE_PROBE = """
+import json, sys, torch, triton
+from triton.backends.compiler import GPUTarget
+class Hopper:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_device_interface(self): return torch.cpu
+triton.runtime.driver.set_active(Hopper())
+from torch._dynamo.backends.common import aot_autograd
+from lora_compile.ops import kernel_name
+from lora_compile.ops.sample import run_lowered, sample_site
+generator, kernel, written = torch.Generator().manual_seed(0), kernel_name("triton"), []
+def stop(gm, inputs):
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and "triton_kernel_wrapper" in str(node.target):
+            written.append(sorted(node.kwargs["tensors_to_clone"]))
+    raise StopIteration
+for scheme in ("none", "fp8_block"):
+    site = sample_site(generator, [576, 192], 2304, [16], scheme=scheme, dtype=torch.bfloat16)
+    slot, scale = torch.zeros(64, dtype=torch.int32), torch.ones(64)
+    x = torch.randn(4, 3, 2304).bfloat16()
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(x, 1)
+    forward = lambda x: run_lowered(site, x, slot, scale, False, kernel)
+    try:
+        torch.compile(forward, fullgraph=True, backend=aot_autograd(fw_compiler=stop))(x)
+    except Exception as error:
+        if not isinstance(error.__cause__, StopIteration):
+            raise
+print(json.dumps(written))
+"""
+
+
+def test_the_compiler_sees_that_only_fresh_tensors_are_written() -> None:
+    """Else it would copy every operand, weights included, before each launch.
+
+    Traced with a dynamic batch and length, up to the point where a GPU would be needed.
+    """
+    probe = [sys.executable, "-W", "ignore", "-c", TRACE_PROBE]
+    result = subprocess.run(probe, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    lora_only = [["planes"], ["y"]]
+    with_codes = [["planes"], ["codes", "scales"], ["y"]]
+    assert json.loads(result.stdout.splitlines()[-1]) == lora_only + with_codes
+
+
 def compile_for_hopper(kernel: Any, tensors: dict[str, str], constants: dict[str, Any]) -> str:
     """PTX of a kernel for sm_90; needs no GPU."""
     from triton.backends.compiler import GPUTarget

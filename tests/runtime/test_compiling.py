@@ -104,7 +104,7 @@ def test_layer_by_layer_is_whole_without_a_cache(adapters: dict[str, Path]) -> N
     assert relative(found[1:2], peft_logits(plain, path, ids[1:2])) <= 1e-5
     assert len(layers.report.graphs) == 1, layers.report
 
-    with pytest.raises(FeatureUnsupported, match="runtime.compile: whole"):
+    with pytest.raises(FeatureUnsupported, match=r"runtime\.compile: whole"):
         layers(ids, adapters=names, use_cache=True)
     with pytest.raises(FeatureUnsupported, match="KV cache"):
         layers.generate(ids, adapters=names, max_new_tokens=2)
@@ -190,7 +190,7 @@ def test_packed_rows(adapters: dict[str, Path]) -> None:
 
 def test_requests_that_do_not_fit_are_refused(served: Served) -> None:
     model, ids = served.eager, prompts(7, 2, 5)
-    with pytest.raises(AdapterUnknown, match="'rnak8'|rnak8"):
+    with pytest.raises(AdapterUnknown, match="rnak8"):
         model(ids, adapters=["rnak8", None])
     with pytest.raises(RequestInvalid, match="one entry for each row"):
         model(ids, adapters=["rank8"])

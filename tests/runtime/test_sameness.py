@@ -120,9 +120,11 @@ def test_beams_expand_the_map_with_the_rows(served: Served, seed: int) -> None:
     names = [served.names[2], None]
     ids = prompts(seed, 2, 8)
     settings = {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
-    found = served.model.generate(ids, adapters=names, attention_mask=torch.ones_like(ids), **settings)
+    found = served.model.generate(
+        ids, adapters=names, attention_mask=torch.ones_like(ids), **settings
+    )
     for row, name in enumerate(names):
-        expected = _peft_generate(compiled, name, ids[row : row + 1], settings)
+        expected = _peft_generate(served, name, ids[row : row + 1], settings)
         assert torch.equal(found[row : row + 1], expected)
 
 
