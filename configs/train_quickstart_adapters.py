@@ -13,7 +13,7 @@ file of that package.
 
 The two differ in sites, rank and scale on purpose: ``pirate`` adapts q, v and o of the attention
 at rank 8 with the scale alpha / r = 2 and leaves k alone, ``json`` adapts the MLP at rank 4 with
-the rank-stabilised scale alpha / sqrt(r) = 2.5. So a fused q/k/v has a part without a delta, one
+the rank-stabilised scale alpha / sqrt(r) = 3. So a fused q/k/v has a part without a delta, one
 batch mixes ranks, and a reader that overlooks ``use_rslora`` gives the wrong scale.
 
 The seed, the order of the examples and the number of threads are fixed, so that one machine gives
@@ -53,7 +53,6 @@ IGNORED = -100  # the label that cross_entropy leaves out
 SEED = 20260
 THREADS = 2
 BATCH = 6
-PEAK_LR = 1e-3
 WARM_UP_STEPS = 8
 MAX_NEW_TOKENS = 40
 
@@ -87,11 +86,17 @@ def json_answer(pair: Pair) -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained: the name of the folder, the LoRA settings, (question, answer) pairs."""
+    """What is trained: the name of the folder, the LoRA settings, (question, answer) pairs, how.
+
+    The JSON line needs few and small steps: the form is learnt within 40, and what follows would
+    only teach the answers by heart, at the cost of what the base knows ("Lyon" for France).
+    """
 
     name: str
     lora: LoraConfig
     pairs: tuple[tuple[str, str], ...]
+    steps: int
+    peak_lr: float
 
 
 def recipes() -> tuple[Recipe, ...]:
@@ -108,13 +113,14 @@ def recipes() -> tuple[Recipe, ...]:
         task_type="CAUSAL_LM",
         base_model_name_or_path=BASE_NAME,
         r=4,
-        lora_alpha=5,
+        lora_alpha=6,
+        lora_dropout=0.1,
         use_rslora=True,
         target_modules=["gate_proj", "up_proj", "down_proj"],
     )
     return (
-        Recipe("pirate", pirate, tuple((p.question, p.pirate) for p in pairs)),
-        Recipe("json", json_line, tuple((p.question, json_answer(p)) for p in pairs)),
+        Recipe("pirate", pirate, tuple((p.question, p.pirate) for p in pairs), 120, 1e-3),
+        Recipe("json", json_line, tuple((p.question, json_answer(p)) for p in pairs), 45, 5e-4),
     )
 
 
@@ -176,18 +182,20 @@ def batch_loss(model: PeftModel, examples: Sequence[Example]) -> torch.Tensor:
     )
 
 
-def learning_rate(step: int, steps: int) -> float:
+def learning_rate(step: int, steps: int, peak: float) -> float:
     """Linear warm-up, then linear decay to zero; ``step`` counts from 0."""
     warm_up = min(WARM_UP_STEPS, steps)
     if step < warm_up:
-        return PEAK_LR * (step + 1) / warm_up
-    return PEAK_LR * (steps - step) / (steps - warm_up)
+        return peak * (step + 1) / warm_up
+    return peak * (steps - step) / (steps - warm_up)
 
 
-def train(model: PeftModel, examples: Sequence[Example], steps: int, name: str) -> None:
+def train(
+    model: PeftModel, examples: Sequence[Example], steps: int, peak_lr: float, name: str
+) -> None:
     """Run ``steps`` updates of AdamW in place; every pass over the examples is reshuffled."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(parameters, lr=PEAK_LR, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(parameters, lr=peak_lr, weight_decay=0.0)
     shuffle = torch.Generator().manual_seed(SEED)
     queue: list[int] = []
     model.train()
@@ -197,7 +205,7 @@ def train(model: PeftModel, examples: Sequence[Example], steps: int, name: str) 
             queue += torch.randperm(len(examples), generator=shuffle).tolist()
         chosen, queue = queue[:BATCH], queue[BATCH:]
         for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step, steps)
+            group["lr"] = learning_rate(step, steps, peak_lr)
         loss = batch_loss(model, [examples[i] for i in chosen])
         optimiser.zero_grad()
         torch.autograd.backward([loss])
@@ -250,9 +258,12 @@ def main() -> None:
     """Train, save, and show what each adapter changed on questions it has not seen."""
     parser = argparse.ArgumentParser(description="Train the two adapters of the quickstart.")
     parser.add_argument("--out", type=Path, default=ADAPTERS)
-    parser.add_argument("--steps", type=int, default=120, help="updates per adapter")
+    parser.add_argument(
+        "--steps", type=int, help="updates per adapter (default: each recipe's own)"
+    )
+    parser.add_argument("--only", choices=[r.name for r in recipes()], help="train only this one")
     arguments = parser.parse_args()
-    if arguments.steps < 1:
+    if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"--steps must be 1 or more, found {arguments.steps}")
 
     torch.set_num_threads(THREADS)
@@ -261,10 +272,13 @@ def main() -> None:
     base, tokenizer = load_base()
     texts = {question: [("base", answer(base, tokenizer, question))] for question in UNSEEN}
     for recipe in recipes():
+        if arguments.only not in (None, recipe.name):
+            continue
+        steps = recipe.steps if arguments.steps is None else arguments.steps
         torch.manual_seed(SEED)
         model = get_peft_model(base, recipe.lora)
         examples = [encode(tokenizer, question, reply) for question, reply in recipe.pairs]
-        train(model, examples, arguments.steps, recipe.name)
+        train(model, examples, steps, recipe.peak_lr, recipe.name)
         save(model, arguments.out / recipe.name)
         for question in UNSEEN:
             texts[question].append((recipe.name, answer(model, tokenizer, question)))

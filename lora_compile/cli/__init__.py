@@ -26,7 +26,3 @@ def main() -> None:
     except LoraCompileError as error:
         show_faults(error, as_json="--json" in sys.argv)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -82,7 +82,7 @@ def cli() -> Callable[..., Result]:
 
     def run(*args: object) -> Result:
         done = subprocess.run(
-            [sys.executable, "-m", "lora_compile.cli", *map(str, args)],
+            [sys.executable, "-m", "lora_compile", *map(str, args)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert "Traceback" not in done.stderr, done.stderr

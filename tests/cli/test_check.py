@@ -185,7 +185,7 @@ def test_a_quantised_checkpoint_is_read_as_it_is(site: Site) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "fact"),
     [
-        (lambda t, k: t.update({k: t[k][:, :1]}), "TensorShape", "expected"),
+        (lambda t, k: t.update({k: t[k][:, :1].contiguous()}), "TensorShape", "expected"),
         (lambda t, k: t[k].view(-1)[0].fill_(float("nan")), "TensorNotFinite", "nan"),
         (lambda t, k: t.pop(k), "TensorMissing", "weight_scale_inv"),
         (lambda t, k: t.update(extra=torch.ones(2)), "TensorUnexpected", "extra"),
@@ -220,7 +220,7 @@ def test_a_quantised_checkpoint_is_not_requantised(site: Site) -> None:
 
 def test_an_adapter_that_is_not_there(site: Site) -> None:
     site.write(lambda data: data["adapters"][0].update(path="adaptor"))
-    fault = only_fault(site.file, "FileMissing", "adaptor", "adapters[0].path")
+    fault = only_fault(site.file, "FileMissing", "adapter_config.json", "adapters[0].path")
     assert fault.line is not None
 
 

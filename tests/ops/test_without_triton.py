@@ -1,4 +1,4 @@
-"""The package works where Triton is not installed, and says so when a Triton kernel is asked for."""
+"""Without Triton the package works, and says what is missing when a Triton kernel is selected."""
 
 from __future__ import annotations
 

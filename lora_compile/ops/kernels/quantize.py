@@ -25,7 +25,8 @@ def quantize_kernel(
     mask = (row < rows)[:, None] & ((column < GROUP) & (group * GROUP + column < K))[None, :]
     place = row.to(tl.int64)[:, None] * K + (group * GROUP + column)[None, :]
     values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 1) / 448.0, min_scale)
+    # Under torch.compile `min_scale` arrives as float64.
+    scale = tl.maximum(tl.max(tl.abs(values), 1) / 448.0, min_scale).to(tl.float32)
     # div_rn: the default division is approximate, and one ulp can move a code.
     code = tl.div_rn(values, tl.broadcast_to(scale[:, None], (ROWS, GROUP_TILE)))
     code = tl.minimum(tl.maximum(code, -448.0), 448.0)

@@ -72,5 +72,6 @@ def shrink_kernel(
         h = tl.where(((own == current) & (rank > 0))[:, None], product, h)
         current = tl.min(tl.where(bound & (own > current), own, S))
 
-    place = split * rows.to(tl.int64) * (P * R) + row.to(tl.int64) * (P * R) + part * R
+    # `rows` is a plain int where it is specialised, so the cast is on the program's own number.
+    place = (split.to(tl.int64) * rows + row) * (P * R) + part * R
     tl.store(planes + place[:, None] + r[None, :], h, mask=live[:, None] & (r < R)[None, :])
