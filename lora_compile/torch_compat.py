@@ -43,11 +43,6 @@ def compile_fx(
     )
 
 
-def mode_options(mode: str) -> dict[str, Any]:
-    """Inductor's options for a `torch.compile` mode such as `reduce-overhead`."""
-    return dict(torch._inductor.list_mode_options(mode))
-
-
 def cache_counters() -> dict[str, int]:
     """Hits and misses of AOTAutograd's and Inductor's graph caches in this process."""
     from torch._dynamo.utils import counters

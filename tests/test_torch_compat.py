@@ -45,10 +45,6 @@ def test_compile_fx_lowers_a_dynamo_graph_and_takes_options() -> None:
     assert seen == [1]
 
 
-def test_mode_options() -> None:
-    assert torch_compat.mode_options("reduce-overhead")["triton.cudagraphs"] is True
-
-
 def test_cache_counters_and_graph_breaks_count() -> None:
     def broken(x: torch.Tensor) -> torch.Tensor:
         x = x + 1

@@ -63,8 +63,7 @@ def run(deployment: DeploymentFile, no_gate: NoGate = False, as_json: AsJson = F
                 found="nothing",
             )
         model = _load(prepared, progress, quiet=as_json)
-        runtime = prepared.deployment.value.runtime
-        model.compile(runtime.compile, mode=None if runtime.mode == "default" else runtime.mode)
+        model.compile(prepared.deployment.value.runtime.compile)
         outcome = _generate(prepared, generation, model, progress, gate=not no_gate)
     total = time.perf_counter() - started
     if as_json:

@@ -131,6 +131,16 @@ def prepare(path: str | Path, *, convert: bool, progress: Progress) -> Prepared:
 
 
 def _refuse_features(deployment: Loaded[Deployment]) -> None:
+    if deployment.value.runtime.mode != "default":
+        raise FeatureUnsupported(
+            "CUDA graphs are not supported yet",
+            file=deployment.source.file,
+            line=deployment.source.line(("runtime", "mode")),
+            where="runtime.mode",
+            expected="default",
+            found=deployment.value.runtime.mode,
+            fix="leave runtime.mode out; the model is compiled without CUDA graphs",
+        )
     features = deployment.value.runtime.features
     if features != "auto" and features:
         raise FeatureUnsupported(

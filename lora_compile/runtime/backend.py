@@ -67,13 +67,11 @@ class Backend:
         gm: fx.GraphModule,
         inputs: list[Any],
         *,
-        mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         record = self.rewrite(gm, inputs)
         patches = {
             **(CPU_OPTIONS if torch.device(self.plan.device).type == "cpu" else {}),
-            **(torch_compat.mode_options(mode) if mode else {}),
             **(options or {}),
         }
         started = time.perf_counter()

@@ -78,7 +78,6 @@ class LoraModel:
         self,
         scope: CompileScope = "whole",
         *,
-        mode: str | None = None,
         options: dict[str, Any] | None = None,
         fullgraph: bool = True,
         dynamic: bool | None = None,
@@ -88,11 +87,16 @@ class LoraModel:
         Args:
             scope: `whole` compiles the model as one graph per shape; `layers` compiles the
                 decoder layers one by one, for forwards without a cache; `off` runs eagerly.
-            mode: a torch.compile mode, e.g. `reduce-overhead`.
-            options: Inductor options, over those of `mode`.
+            options: Inductor options. CUDA graphs (`triton.cudagraphs`) are not supported yet.
             fullgraph: raise on a graph break instead of falling back.
             dynamic: as in torch.compile.
         """
+        if options and options.get("triton.cudagraphs"):
+            raise FeatureUnsupported(
+                "CUDA graphs are not supported yet",
+                found="triton.cudagraphs",
+                fix="leave the option out; the model is compiled without CUDA graphs",
+            )
         self.scope = scope
         self._run = self._forward
         if scope == "off":
@@ -100,7 +104,6 @@ class LoraModel:
         self.backend = Backend(self.plan, self._sites_by_tensor, whole=scope == "whole")
         settings: dict[str, Any] = {
             "backend": self.backend,
-            "mode": mode,
             "options": options,
             "fullgraph": fullgraph,
             "dynamic": dynamic,
