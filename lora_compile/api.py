@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lora_compile.adapters.peft_reader import inspect_adapter
 from lora_compile.adapters.pool import AdapterPool
 from lora_compile.adapters.slots import allocate_slots
 from lora_compile.checkpoints.other import load_other
@@ -131,14 +132,14 @@ def wrap(
     surveyed = survey_checkpoint(source, found, module, loaded.value, faults)
     faults.raise_if_any()
     assert surveyed is not None
-    device = next(module.parameters()).device
+    device = _single_device(module)
     plan = build_plan(
         loaded,
         found,
         surveyed.formats,
         model_type=str(config.model_type),
         dtype=dtype,
-        device=device.type,
+        device=str(device),
         quantise_to=None if quantization == "none" else load_scheme_target(quantization),
         keep=lambda name: is_ignored(name, ignore),
         slots=slot_plan(max_adapters, max_rank, dtype),
@@ -147,6 +148,12 @@ def wrap(
         packed=packed,
         has_slots=lambda _: True,
     )
+    for path in (adapters or {}).values():
+        try:
+            inspect_adapter(path, plan)
+        except LoraCompileError as error:
+            faults.add(error)
+    faults.raise_if_any()
     storages = _storages(plan, source, surveyed, None)
     module.eval()
     for name in other_parameters(module, found):
@@ -155,6 +162,18 @@ def wrap(
     for name, path in (adapters or {}).items():
         model.adapters.load(name, path)
     return model
+
+
+def _single_device(module: nn.Module) -> torch.device:
+    found = {parameter.device for parameter in module.parameters()}
+    if len(found) != 1:
+        raise InvalidValue(
+            "the module's parameters must be on one device",
+            expected="one device",
+            found=", ".join(sorted(str(device) for device in found)),
+            fix="move it first, e.g. module.to('cuda')",
+        )
+    return next(iter(found))
 
 
 def _dtype_name(module: nn.Module) -> ModelDtype:

@@ -79,6 +79,29 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.mark_dynamic(tensor, dim)
 
 
+def uncompile(module: torch.nn.Module) -> None:
+    """Undo `module.compile()`."""
+    module._compiled_call_impl = None
+
+
+def op_packet(target: object) -> object:
+    """The overload packet of an op (`torch.ops.x.y` of `torch.ops.x.y.default`), else `target`."""
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+
+
+def check_value(condition: Any, message: Callable[[], str]) -> None:
+    """Raise ValueError unless the condition holds; on symbolic sizes it becomes a guard."""
+    torch._check_value(condition, message)  # type: ignore[no-untyped-call]
+
+
+def recompile_limit(limit: int) -> AbstractContextManager[None]:
+    """Inside, Dynamo compiles a function up to `limit` times before it gives up.
+
+    It counts by code object, and all models of one class share theirs; the default is 8.
+    """
+    return cast(AbstractContextManager[None], torch._dynamo.config.patch(recompile_limit=limit))
+
+
 def fail_on_recompile() -> AbstractContextManager[None]:
     """Inside, a call that would compile raises instead."""
     return cast(AbstractContextManager[None], torch.compiler.set_stance("fail_on_recompile"))

@@ -15,6 +15,7 @@ from torch import fx
 
 from lora_compile.errors import GraphInvalid
 from lora_compile.planning.plan import Plan, SitePlan
+from lora_compile.torch_compat import op_packet
 
 SITE_META = "lora_compile_site"
 """Key in `node.meta` under which passes keep the `SitePlan` that a node serves."""
@@ -59,14 +60,9 @@ class GraphPass:
     run: Callable[[fx.GraphModule, GraphContext], tuple[int, tuple[str, ...]]] = field(repr=False)
 
 
-def packet(target: object) -> object:
-    """The overload packet of an op; anything else as it is."""
-    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-
-
 def calls(graph: fx.Graph, target: object) -> list[fx.Node]:
     """Every node that calls `target`, an OpOverload or its packet, in graph order."""
-    return [n for n in graph.nodes if n.op == "call_function" and packet(n.target) == target]
+    return [n for n in graph.nodes if n.op == "call_function" and op_packet(n.target) == target]
 
 
 def value(node: fx.Node) -> torch.Tensor:

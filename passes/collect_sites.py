@@ -7,6 +7,8 @@ the whole model, a part not met at all are errors.
 
 from __future__ import annotations
 
+import math
+
 from torch import fx
 
 from lora_compile.errors import CompileIncomplete, FaultList, GraphInvalid
@@ -47,8 +49,7 @@ def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
                 )
             seen[site.name, index] = node
             node.meta[SITE_META] = site
-            if value(_input(node)).dim() >= 3:
-                rows.append((site, node))
+            rows.append((site, node))
     if ctx.whole:
         for site in ctx.plan.sites:
             for number, part in enumerate(site.parts):
@@ -65,7 +66,7 @@ def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
                             "from the schema, or compile with runtime.compile: layers",
                         )
                     )
-    _check_rows(rows, faults)
+    _check_rows(rows, ctx.plan.packed, faults)
     faults.raise_if_any()
     return len(seen), ()
 
@@ -76,27 +77,33 @@ def _input(node: fx.Node) -> fx.Node:
     return x
 
 
-def _check_rows(rows: list[tuple[SitePlan, fx.Node]], faults: FaultList) -> None:
-    """One row map serves every site, so every input must have the batch as its first dimension."""
-    if not rows:
-        return
-    first_site, first = rows[0]
-    batch = value(_input(first)).shape[0]
-    for site, node in rows[1:]:
-        found = value(_input(node)).shape[0]
-        # Compared as symbols: evaluating the equality would add a guard to the graph.
-        if str(found) != str(batch):
-            faults.add(
-                GraphInvalid(
-                    f"site {site.name} sees another batch dimension than {first_site.name}",
-                    file=site.source.file,
-                    line=site.source.line,
-                    expected=f"first dimension {batch}",
-                    found=f"first dimension {found}",
-                    fix="this module folds rows in a way the row map does not cover; leave it "
-                    "out of the schema",
+def _check_rows(rows: list[tuple[SitePlan, fx.Node]], packed: bool, faults: FaultList) -> None:
+    """One row map serves every site: each input must hold the whole batch, as the map does.
+
+    Sizes are compared as symbols; evaluating an equality would add a guard to the graph.
+    """
+    expected: dict[str, tuple[SitePlan, str]] = {}
+    for site, node in rows:
+        x = value(_input(node))
+        shape = x.shape if site.kind == "embedding" else x.shape[:-1]
+        kind = "tokens" if packed or len(shape) == 1 else "rows"
+        for what, size in (("tokens", math.prod(shape)), ("rows", shape[0])):
+            # An embedding sees the batch as it is, so it says both.
+            if what != kind and site.kind != "embedding":
+                continue
+            first, wanted = expected.setdefault(what, (site, str(size)))
+            if str(size) != wanted:
+                faults.add(
+                    GraphInvalid(
+                        f"site {site.name} sees another batch dimension than {first.name}",
+                        file=site.source.file,
+                        line=site.source.line,
+                        expected=f"{wanted} {what}",
+                        found=f"{size} {what}",
+                        fix="this module folds or slices rows in a way that the row map does not "
+                        "cover; leave it out of the schema",
+                    )
                 )
-            )
 
 
 collect_sites = GraphPass(

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from lora_compile.passes.base import SITE_META
+from lora_compile.torch_compat import op_packet
 
 
 def graph_text(gm: fx.GraphModule, *, only_sites: bool = False) -> str:
@@ -50,8 +51,8 @@ def _name(node: fx.Node) -> str:
 
 
 def _target(target: object) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target.overloadpacket)
+    if (packet := op_packet(target)) is not target:
+        return str(packet)
     if isinstance(target, str):
         return target
     module = getattr(target, "__module__", "") or ""

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from lora_compile.errors import SchemeUnsupported
+from lora_compile.errors import GraphInvalid, SchemeUnsupported
 from lora_compile.ops.rows import uses_token_map
 from lora_compile.passes import markers
 from lora_compile.passes.base import (
@@ -56,6 +56,12 @@ def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
 
     embeddings = calls(graph, _ops.site_embedding)
     for node in embeddings:
+        if node.args[2]:
+            raise GraphInvalid(
+                f"site {node.meta[SITE_META].name} has adapter slots, but embeddings have no "
+                "lowering for them",
+                found=node.args[2],
+            )
         ids, table = cast(tuple[fx.Node, fx.Node], node.args[:2])
         with graph.inserting_before(node):
             args = (ids, table)

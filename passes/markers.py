@@ -10,7 +10,7 @@ from torch import fx
 
 import lora_compile.ops  # noqa: F401  (registers the ops)
 from lora_compile.ops.markers import ALL_PARTS
-from lora_compile.passes.base import packet
+from lora_compile.torch_compat import op_packet
 
 __all__ = ["ALL_PARTS", "MARKERS", "LinearMarker", "part_of", "with_part"]
 
@@ -44,7 +44,7 @@ class LinearMarker:
 
 def part_of(node: fx.Node) -> int:
     """The index of the part that a marker computes; 0 for an embedding."""
-    if packet(node.target) is torch.ops.lora_compile.site_linear:
+    if op_packet(node.target) is torch.ops.lora_compile.site_linear:
         return cast(int, node.args[_PART])
     return 0
 

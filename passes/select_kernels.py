@@ -1,6 +1,6 @@
 """Choose an implementation for every lowered op, from a table.
 
-The choice depends on the op, the device and the dtype alone, never on the adapters that happen to
+The choice depends on the op and the device alone, never on the adapters that happen to
 be loaded, so one graph serves any mix of them.
 """
 
@@ -14,9 +14,10 @@ from torch import fx
 
 from lora_compile.errors import GraphInvalid
 from lora_compile.ops.source_digest import kernel_name
-from lora_compile.passes.base import UNSELECTED, GraphContext, GraphPass, packet
+from lora_compile.passes.base import UNSELECTED, GraphContext, GraphPass
 from lora_compile.planning.plan import SitePlan
 from lora_compile.schemas.quant_scheme import find_scheme
+from lora_compile.torch_compat import op_packet
 
 KernelKind = Literal["aten", "torch", "triton"]
 
@@ -84,14 +85,14 @@ def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
     chosen: dict[str, int] = {}
     device = torch.device(ctx.plan.device).type
     for node in gm.graph.nodes:
-        if node.op != "call_function" or packet(node.target) not in KERNEL_OPS:
+        if node.op != "call_function" or op_packet(node.target) not in KERNEL_OPS:
             continue
         if node.args[-1] != UNSELECTED:
             raise GraphInvalid(f"{node.name} has a kernel already", found=node.args[-1])
-        op = str(packet(node.target)).removeprefix("lora_compile.")
+        op = str(op_packet(node.target)).removeprefix("lora_compile.")
         kernel = kernel_for(op, device)
         if kernel == "aten":
-            node.target = ATEN_OPS[packet(node.target)].default
+            node.target = ATEN_OPS[op_packet(node.target)].default
             node.args = node.args[:-1]
         else:
             node.args = (*node.args[:-1], kernel_name(kernel))

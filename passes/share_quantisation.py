@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lora_compile.passes.base import GraphContext, GraphPass, packet
+from lora_compile.passes.base import GraphContext, GraphPass
+from lora_compile.torch_compat import op_packet
 
 SHAREABLE = (torch.ops.lora_compile.quantize_fp8_group, torch.ops.lora_compile.lora_shrink)
 
@@ -17,7 +18,7 @@ def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
     first: dict[Any, fx.Node] = {}
     shared: list[str] = []
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or packet(node.target) not in SHAREABLE:
+        if node.op != "call_function" or op_packet(node.target) not in SHAREABLE:
             continue
         earlier = first.setdefault((node.target, node.args), node)
         if earlier is not node:

@@ -9,7 +9,8 @@ from torch import fx
 
 from lora_compile.errors import FaultList, GraphInvalid
 from lora_compile.passes import markers
-from lora_compile.passes.base import SITE_META, UNSELECTED, GraphContext, GraphPass, calls, packet
+from lora_compile.passes.base import SITE_META, UNSELECTED, GraphContext, GraphPass, calls
+from lora_compile.torch_compat import op_packet
 
 _ops = torch.ops.lora_compile
 
@@ -41,7 +42,7 @@ def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
             continue
         if node.args and node.args[-1] == UNSELECTED:
             faults.add(GraphInvalid(f"{node.name} of site {site.name} has no kernel"))
-        if packet(node.target) in OUTPUT_OPS:
+        if op_packet(node.target) in OUTPUT_OPS:
             outputs[site.name] += 1
     expected = {site.name for site in ctx.plan.sites} if ctx.whole else set(outputs)
     for name in sorted(expected):

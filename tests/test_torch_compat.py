@@ -76,6 +76,16 @@ def test_reset_mark_dynamic_and_fail_on_recompile() -> None:
         run(torch.ones(3, 2, dtype=torch.float64))
 
 
+def test_recompile_limit_holds_inside() -> None:
+    torch_compat.reset_dynamo()
+    run = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True, dynamic=False)
+    with torch_compat.recompile_limit(12):
+        for size in range(2, 14):
+            run(torch.ones(size))
+        with pytest.raises(Exception, match=r"fullgraph=True|recompile"):
+            run(torch.ones(14))
+
+
 def test_backend_error_unwraps_what_a_backend_raised() -> None:
     class Mine(Exception):
         pass

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,18 +137,18 @@ class AdapterPool:
         source: AdapterSource,
         *,
         config: Mapping[str, Any] | None = None,
-        scale: float = 1.0,
+        scale: float | None = None,
         pinned: bool | None = None,
     ) -> LoadedAdapter:
         """Give a loaded name new content. Open leases keep the old content to their end.
 
-        Args: as `load`; `pinned` None keeps what it was.
+        Args: as `load`; `scale` and `pinned` keep what they were where they are None.
 
         Raises:
             AdapterUnknown: the name is not loaded, or was unloaded meanwhile.
             Otherwise as `load`; the old content stays then.
         """
-        self._check_name(name, scale)
+        self._check_name(name, 1.0 if scale is None else scale)
         with self._changed:
             self._get(name)
         image = self._image(source, config)
@@ -161,7 +162,8 @@ class AdapterPool:
             else:
                 self._set_state(old.slot, "retired")
                 pinned = old.pinned if pinned is None else pinned
-            return self._publish(name, slot, image, scale, bool(pinned))
+                scale = old.scale if scale is None else scale
+            return self._publish(name, slot, image, 1.0 if scale is None else scale, bool(pinned))
 
     def unload(self, name: str) -> None:
         """Take a name out; its slot becomes free with its last lease.
@@ -257,6 +259,8 @@ class AdapterPool:
         self, name: str, slot: int, image: SlotImage, scale: float, pinned: bool
     ) -> LoadedAdapter:
         adapter = image.adapter
+        for text in adapter.warnings:
+            warnings.warn(f"adapter {name}: {text}", stacklevel=3)
         factors = {id(t): t for d in adapter.deltas.values() for t in (d.A, d.B)}
         self._names[name] = LoadedAdapter(
             name=name,

@@ -63,7 +63,11 @@ class ModuleWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self._name = f"<{type(module).__name__}>"
-        self._tensors: dict[str, torch.Tensor] = dict(module.state_dict())
+        # A tied weight counts once, under the name that comes first, as in a checkpoint.
+        every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        tied = every - {name for name, _ in module.named_parameters()}
+        state = module.state_dict()
+        self._tensors: dict[str, torch.Tensor] = {k: t for k, t in state.items() if k not in tied}
         meta = [key for key, tensor in self._tensors.items() if tensor.is_meta]
         if meta:
             raise CheckpointInvalid(

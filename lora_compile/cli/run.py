@@ -70,8 +70,14 @@ def run(deployment: DeploymentFile, no_gate: NoGate = False, as_json: AsJson = F
         print_json(_as_data(prepared, generation, model, outcome, total))
     else:
         _show(generation, model, outcome, total)
+    failures = []
     if outcome.gate is not None and not outcome.gate.passed:
-        errors.print("[bold red]error[/]: the site gate failed")
+        failures.append("the site gate failed")
+    if not outcome.same_after_swap:
+        failures.append("replacing an adapter by itself changed the texts")
+    for failure in failures:
+        errors.print(f"[bold red]error[/]: {failure}")
+    if failures:
         sys.exit(1)
 
 
@@ -208,8 +214,8 @@ def _gate_text(gate: GateResult) -> str:
             parts.append(f"worst {kind} error {figure.error:.1e} of {limit:.0e} {place}")
     joined = "\n              ".join(parts)
     return (
-        f"site gate     {verdict}: {gate.comparisons} comparisons at {len(gate.sites)} sites "
-        f"with float32 references\n              {joined}"
+        f"site gate     {verdict}: {gate.comparisons} comparisons at {len(gate.expected)} sites, "
+        f"float32 references\n              {joined}"
     )
 
 
@@ -218,7 +224,7 @@ def _as_data(
 ) -> dict[str, Any]:
     rows = zip(generation.rows, outcome.texts, strict=True)
     return {
-        "ok": outcome.gate is None or outcome.gate.passed,
+        "ok": (outcome.gate is None or outcome.gate.passed) and outcome.same_after_swap,
         "deployment": prepared.deployment.source.file,
         "rows": [{**row.model_dump(mode="json"), "text": text} for row, text in rows],
         "report": model.report.as_dict(),

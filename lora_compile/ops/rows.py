@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lora_compile.errors import RequestInvalid
+from lora_compile.torch_compat import check_value
 
 UNBOUND_FIX = "bind the batch to adapters (or to None) before the forward"
 
@@ -68,7 +69,7 @@ def check_fits(rows: Rows, slot: Tensor) -> None:
     Raises:
         ValueError: also while tracing, where a symbolic size becomes a guard.
     """
-    torch._check_value(rows.batch <= slot.shape[0], _too_many(rows, slot))  # type: ignore[no-untyped-call]
+    check_value(rows.batch <= slot.shape[0], _too_many(rows, slot))
 
 
 def _too_many(rows: Rows, slot: Tensor) -> Callable[[], str]:
@@ -122,6 +123,13 @@ def resolve_rows(
             expected=f"at most {slot.shape[0]}",
             found=leading.batch,
             fix="raise runtime.max_rows or runtime.max_tokens, or send a smaller batch",
+        )
+    if 0 < leading.batch < slot.shape[0] and int(slot[leading.batch]) >= -1:
+        raise RequestInvalid(
+            "an input has fewer rows than the batch that was bound",
+            expected="an input with every row of the batch (every token where it is flattened)",
+            found=f"{leading.batch} rows",
+            fix="this module sees a slice of the batch; leave it out of the schema",
         )
     slot, scale = slot[: leading.batch].long(), scale[: leading.batch].float()
     wrong = torch.nonzero((slot < -1) | (slot >= slots)).flatten()

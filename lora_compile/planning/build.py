@@ -18,6 +18,7 @@ from lora_compile.checkpoints.survey import ModuleFormat, ModuleSpec
 from lora_compile.errors import (
     ExpressionInvalid,
     FaultList,
+    FeatureUnsupported,
     SchemeUnsupported,
     SiteMissing,
     WidthMismatch,
@@ -177,6 +178,19 @@ def _find_parts(
         module_path = f"{at}.{name}" if at else name
         line = loaded.source.line(path)
         module = modules.get(module_path)
+        if isinstance(module, kind) and _is_special(module, kind):
+            faults.add(
+                FeatureUnsupported(
+                    f"site {site.name}: {module_path} is more than a plain {kind.__name__}",
+                    file=loaded.source.file,
+                    line=line,
+                    expected=f"torch.nn.{kind.__name__} without hooks or parametrisations",
+                    found=f"{type(module).__name__}"
+                    + (" with hooks" if type(module) is kind else ""),
+                    fix="replacing it would lose what it does; leave it out of the schema",
+                )
+            )
+            continue
         if not isinstance(module, kind):
             faults.add(_missing(loaded, site, module_path, module, kind, line, modules))
             continue
@@ -202,6 +216,12 @@ def _find_parts(
         bias = isinstance(module, nn.Linear) and module.bias is not None
         parts.append(FoundPart(name, module_path, out_features, in_features, bias))
     return tuple(parts)
+
+
+def _is_special(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether the module does more than its plain class, which a marker would drop."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
+    return type(module) is not kind or bool(hooked) or hasattr(module, "parametrizations")
 
 
 def _widths(module: nn.Module) -> tuple[int, int]:
@@ -270,7 +290,7 @@ def build_plan(
             why = run[0].why
             if fuse and len(runs) > 1:
                 why += f"; split: the parts of {site.schema.name} differ in scheme"
-            sites.append(_site_plan(site, run, why, has_slots))
+            sites.append(_site_plan(site, run, _shared(site, formats), why, has_slots))
     return Plan(
         architecture=schema.name,
         model_type=model_type,
@@ -285,6 +305,13 @@ def build_plan(
         sites=tuple(sites),
         key_prefixes=tuple(sorted(schema.key_prefixes, key=len, reverse=True)),
     )
+
+
+def _shared(site: FoundSite, formats: Mapping[str, ModuleFormat]) -> str | None:
+    """The module whose weight the site shares, unless the checkpoint has one of its own for it."""
+    keys = formats[site.parts[0].module].keys
+    own = bool(keys) and keys[0].startswith(f"{site.parts[0].module}.")
+    return None if own else site.tied_to
 
 
 def _stored_scheme(sites: list[SitePlan]) -> str:
@@ -354,6 +381,7 @@ def _runs(parts: list[_DecidedPart], fuse: bool) -> list[list[_DecidedPart]]:
 def _site_plan(
     site: FoundSite,
     run: list[_DecidedPart],
+    tied_to: str | None,
     why: str,
     has_slots: Callable[[str], bool],
 ) -> SitePlan:
@@ -382,7 +410,7 @@ def _site_plan(
         quant=quant,
         lora=not isinstance(site.schema, EmbeddingSite)
         and any(has_slots(p.part.module) for p in run),
-        tied_to=site.tied_to,
+        tied_to=tied_to,
         source=site.source,
         why=why,
     )

@@ -19,6 +19,7 @@ from lora_compile.adapters.report import AdapterReport
 from lora_compile.adapters.slots import RANK_STEP
 from lora_compile.checkpoints.gguf import ensure_converted, find_converted, resolve_package_file
 from lora_compile.checkpoints.index import CheckpointIndex
+from lora_compile.checkpoints.readers import READERS
 from lora_compile.checkpoints.source import ModuleWeights
 from lora_compile.checkpoints.survey import ModuleFormat, Survey, survey
 from lora_compile.errors import (
@@ -28,6 +29,7 @@ from lora_compile.errors import (
     LoraCompileError,
     SchemeUnsupported,
 )
+from lora_compile.passes.insert_lora import LOWERINGS
 from lora_compile.planning.build import FoundSite, build_plan, find_sites
 from lora_compile.planning.meta_model import DTYPES, meta_model, read_config
 from lora_compile.planning.plan import ModelDtype, Plan, SlotPlan
@@ -221,7 +223,7 @@ def survey_checkpoint(
         return survey(
             source,
             [spec for site in found for spec in site.specs()],
-            detect_scheme(config, file=config_source),
+            require_complete(detect_scheme(config, file=config_source)),
             quantization_config=config,
             other=other_parameters(module, found),
             ignored={rule.pattern: rule.why for rule in architecture.checkpoint.ignore},
@@ -275,7 +277,12 @@ def _plan(
             formats,
             model_type=config.model_type,
             dtype=value.model.dtype,
-            device=resolve_device(value.runtime.device),
+            device=resolve_device(
+                value.runtime.device,
+                file=deployment.source.file,
+                line=deployment.source.line(("runtime", "device")),
+                where="runtime.device",
+            ),
             quantise_to=_target_scheme(deployment),
             keep=lambda module: is_ignored(module, ignore),
             slots=slot_plan(value.runtime.max_adapters, value.runtime.max_rank, value.model.dtype),
@@ -321,10 +328,35 @@ def load_scheme_target(name: str, **place: Any) -> QuantScheme:
     Raises:
         SchemeUnsupported: there is none, or it can only be read.
     """
-    scheme = find_scheme(name, **place)
+    scheme = require_complete(find_scheme(name, **place))
     if scheme.name != "none" and scheme.quantise_at_load is None:
         raise SchemeUnsupported(
             f"weights cannot be quantised to `{name}` at load", **place, expected="auto", found=name
+        )
+    return scheme
+
+
+def require_complete(scheme: QuantScheme) -> QuantScheme:
+    """The scheme itself, if it has all that it takes to run: a reader, its ops and a lowering.
+
+    Raises:
+        SchemeUnsupported: naming what is missing.
+    """
+    ops = [op for op in (scheme.ops.base, scheme.ops.lora, scheme.ops.quantise) if op is not None]
+    missing = [
+        f"the op {op}"
+        for op in ops
+        if not hasattr(torch.ops.lora_compile, op.removeprefix("lora_compile::"))
+    ]
+    if scheme.reader not in READERS:
+        missing.insert(0, "a reader")
+    if scheme.name not in LOWERINGS:
+        missing.append("a lowering")
+    if missing:
+        raise SchemeUnsupported(
+            f"scheme `{scheme.name}` cannot run: it lacks {', '.join(missing)}",
+            expected="a reader, ops and a lowering",
+            found=f"no {', no '.join(missing)}",
         )
     return scheme
 
@@ -334,14 +366,14 @@ def is_ignored(module: str, ignore: Collection[str]) -> bool:
     return module in ignore or module.rpartition(".")[2] in ignore
 
 
-def resolve_device(device: str) -> str:
+def resolve_device(device: str, **place: Any) -> str:
     """`auto` -> `cuda` where there is one, else `cpu`."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise FeatureUnsupported(
             "runtime.device is cuda, but torch sees no CUDA device",
-            where="runtime.device",
+            **place,
             expected="a CUDA build of torch and a GPU",
             found=f"torch {torch.__version__}",
             fix="set runtime.device: cpu or auto",

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from lora_compile import torch_compat
 from lora_compile.adapters.pool import AdapterPool
-from lora_compile.errors import FeatureUnsupported, LoraCompileError, RequestInvalid
+from lora_compile.errors import (
+    CompileIncomplete,
+    FeatureUnsupported,
+    InvalidValue,
+    LoraCompileError,
+    RequestInvalid,
+)
 from lora_compile.planning.plan import Plan, SitePlan
+from lora_compile.runtime.attach import SiteLinear
 from lora_compile.runtime.backend import Backend
 from lora_compile.runtime.report import Report, make_report
 from lora_compile.runtime.rows import RowBinding, RowMaps
+
+GRAPH_LIMIT = 64
+"""Graphs that one model may have, over all its shapes."""
 
 CompileScope = Literal["whole", "layers", "off"]
 
@@ -54,9 +66,13 @@ class LoraModel:
         self._rows = rows
         self._lock = threading.RLock()
         self._binding: RowBinding | None = None
-        self._forward: Callable[..., Any] = module.forward
+        self._forward = _with_own_code(module.forward)
+        first = next(m for m in module.modules() if isinstance(m, SiteLinear))
+        names = [name for name in ("weight", "lora_A", "seq_slot") if hasattr(first, name)]
+        self._witnesses = [(first, name, getattr(first, name)) for name in names]
+        self._breaks_before = torch_compat.graph_breaks()
         self._signature = inspect.signature(module.forward)
-        self._run: Callable[..., Any] = module.forward
+        self._run = self._forward
 
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +95,6 @@ class LoraModel:
         scope: CompileScope = "whole",
         *,
         options: dict[str, Any] | None = None,
-        fullgraph: bool = True,
         dynamic: bool | None = None,
     ) -> LoraModel:
         """Compile with torch.compile and the pass pipeline; takes effect at the next call.
@@ -88,7 +103,6 @@ class LoraModel:
             scope: `whole` compiles the model as one graph per shape; `layers` compiles the
                 decoder layers one by one, for forwards without a cache; `off` runs eagerly.
             options: Inductor options. CUDA graphs (`triton.cudagraphs`) are not supported yet.
-            fullgraph: raise on a graph break instead of falling back.
             dynamic: as in torch.compile.
         """
         if options and options.get("triton.cudagraphs"):
@@ -97,6 +111,14 @@ class LoraModel:
                 found="triton.cudagraphs",
                 fix="leave the option out; the model is compiled without CUDA graphs",
             )
+        if scope not in get_args(CompileScope):
+            raise InvalidValue(
+                "no such scope of compilation",
+                expected=" | ".join(get_args(CompileScope)),
+                found=scope,
+            )
+        for layer in _children(self.module, self.plan.layers):
+            torch_compat.uncompile(layer)
         self.scope = scope
         self._run = self._forward
         if scope == "off":
@@ -105,7 +127,7 @@ class LoraModel:
         settings: dict[str, Any] = {
             "backend": self.backend,
             "options": options,
-            "fullgraph": fullgraph,
+            "fullgraph": True,  # a graph break is an error, never a silent fall-back
             "dynamic": dynamic,
         }
         if scope == "whole":
@@ -160,6 +182,15 @@ class LoraModel:
         rows = len(lengths) if lengths is not None else int(input_ids.shape[0])
         names = [None] * rows if adapters is None else list(adapters)
         factors = [1.0] * rows if scales is None else [float(scale) for scale in scales]
+        if (lengths is not None) != self.plan.packed:
+            raise RequestInvalid(
+                "lengths are for packed inputs, and packed inputs need them",
+                expected="lengths" if self.plan.packed else "no lengths",
+                found=lengths,
+                fix="runtime.packed in the deployment (or `packed` of wrap) decides",
+            )
+        if not all(math.isfinite(factor) for factor in factors):
+            raise RequestInvalid("scales must be finite", expected="finite numbers", found=factors)
         for what, found in (("adapters", names), ("scales", factors)):
             if isinstance(adapters, str) or len(found) != rows:
                 raise RequestInvalid(
@@ -169,6 +200,7 @@ class LoraModel:
                     fix="use None for a row without an adapter",
                 )
         with self.adapters.lease(names) as lease, self._lock:
+            previous = self._binding  # a callback of `generate` may call the model again
             self._binding = RowBinding(
                 slots=tuple(lease.slots),
                 scales=tuple(f * own for f, own in zip(factors, lease.scales, strict=True)),
@@ -179,7 +211,9 @@ class LoraModel:
                 self._rows.bind(self._binding, *map(int, input_ids.shape[:2]))
                 yield
             finally:
-                self._binding = None
+                self._binding = previous
+                if previous is None:
+                    self._rows.release()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         """What `module.forward` is: fill the row maps, then run."""
@@ -190,11 +224,19 @@ class LoraModel:
                 inputs = given.get("inputs_embeds")
             if inputs is None:
                 raise RequestInvalid("the forward got neither input_ids nor inputs_embeds")
+            self._check_untouched()
             if self.scope == "layers":
                 self._refuse_cache(given)
+            if self.plan.packed and given.get("logits_to_keep", 0) != 0:
+                raise RequestInvalid(
+                    "logits_to_keep would map the kept tokens to the first segments",
+                    expected="logits_to_keep=0 for packed inputs",
+                    found=given["logits_to_keep"],
+                    fix="take the logits of the tokens you want from the result",
+                )
             self._rows.bind(self._binding, int(inputs.shape[0]), int(inputs.shape[1]))
             try:
-                with torch.no_grad():
+                with torch.no_grad(), torch_compat.recompile_limit(GRAPH_LIMIT):
                     return self._run(*args, **kwargs)
             except Exception as error:
                 # Our own faults should reach the user as they are, not inside Dynamo's.
@@ -202,6 +244,17 @@ class LoraModel:
                 if isinstance(inner, LoraCompileError):
                     raise inner from None
                 raise
+
+    def _check_untouched(self) -> None:
+        """The pool writes the buffers that attach registered; they must still be the module's."""
+        for module, name, tensor in self._witnesses:
+            if getattr(module, name) is not tensor:
+                raise CompileIncomplete(
+                    "the model was cast or moved after lora_compile attached to it",
+                    expected="the buffers that attach registered",
+                    found=f"another tensor as {name}",
+                    fix="cast or move the module first, then wrap it",
+                )
 
     def _refuse_cache(self, given: dict[str, Any]) -> None:
         use_cache = given.get("use_cache", given.get("kwargs", {}).get("use_cache"))
@@ -246,7 +299,7 @@ class LoraModel:
         if self.scope == "layers":
             self._refuse_cache({"use_cache": True})
         expand = expansion(self.module, kwargs)
-        arguments = cache_arguments(self.module, self.plan, input_ids, expand, cache, kwargs)
+        arguments = cache_arguments(self.module, input_ids, cache, kwargs)
         with self.bind(input_ids, adapters, scales, expand=expand), torch.no_grad():
             # transformers would compile by itself when it sees a static cache on CUDA.
             generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
@@ -255,7 +308,29 @@ class LoraModel:
     @property
     def report(self) -> Report:
         """Sites, schemes, kernels, adapters, graphs and their calls, graph breaks."""
-        return make_report(self.plan, self.backend, self.adapters, self.scope)
+        breaks = torch_compat.graph_breaks() - self._breaks_before
+        return make_report(self.plan, self.backend, self.adapters, self.scope, breaks)
+
+
+def _with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The bound method over a copy of its code.
+
+    Dynamo keeps compiled graphs, and counts them against its limit, by code object; models of one
+    class would share it.
+    """
+    function, owner = getattr(method, "__func__", None), getattr(method, "__self__", None)
+    if not isinstance(function, types.FunctionType) or owner is None:
+        return method
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    return types.MethodType(copy, owner)
 
 
 def _children(module: nn.Module, path: str) -> list[nn.Module]:

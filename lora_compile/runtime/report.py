@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_compile import torch_compat
 from lora_compile.adapters.pool import AdapterPool
 from lora_compile.passes.select_kernels import site_kernel
 from lora_compile.planning.plan import Plan
@@ -71,7 +70,9 @@ class Report:
         return "\n".join(lines)
 
 
-def make_report(plan: Plan, backend: Backend, pool: AdapterPool, scope: str) -> Report:
+def make_report(
+    plan: Plan, backend: Backend, pool: AdapterPool, scope: str, graph_breaks: int
+) -> Report:
     """Collect the report from the rooms that know."""
     device = torch.device(plan.device).type
     return Report(
@@ -91,6 +92,6 @@ def make_report(plan: Plan, backend: Backend, pool: AdapterPool, scope: str) -> 
             )
             for graph in backend.graphs
         ),
-        graph_breaks=torch_compat.graph_breaks(),
+        graph_breaks=graph_breaks,
         adapters=tuple(f"{a.name} (rank {a.rank}, slot {a.slot})" for a in pool.list()),
     )

@@ -77,6 +77,12 @@ class RowMaps:
             self._fill(self.token_slot, self.token_scale, per_token, scale_per_token)
         self._current = (binding, batch, tokens_per_row)
 
+    def release(self) -> None:
+        """Unbind every row, so that nothing runs on the last request's adapters."""
+        self.seq_slot.fill_(UNBOUND)
+        self.token_slot.fill_(UNBOUND)
+        self._current = None
+
     def _check_sizes(self, batch: int, tokens: int) -> None:
         for name, found, size in (
             ("max_rows", batch, self.seq_slot.numel()),
@@ -124,7 +130,8 @@ class RowMaps:
         if binding is None:
             return [NO_ADAPTER] * tokens, [1.0] * tokens
         lengths = binding.lengths
-        if lengths is None or len(lengths) != len(binding.slots) or sum(lengths) != tokens:
+        fits = lengths is not None and len(lengths) == len(binding.slots)
+        if lengths is None or not fits or min(lengths) < 1 or sum(lengths) != tokens:
             raise RequestInvalid(
                 "packed inputs need the length of each segment",
                 expected=f"lengths: {len(binding.slots)} numbers that add up to {tokens}",

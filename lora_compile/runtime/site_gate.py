@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from lora_compile.adapters.canonical import CanonicalAdapter
-from lora_compile.passes.base import SITE_INPUT_META, SITE_META, packet
+from lora_compile.passes.base import SITE_INPUT_META, SITE_META
 from lora_compile.passes.verify_graph import OUTPUT_OPS
 from lora_compile.planning.plan import Plan, SitePlan
 from lora_compile.runtime.backend import GraphRecord
+from lora_compile.torch_compat import op_packet
 
 OUTPUT_LIMIT = 4e-3
 """Most relative error (L2 over a row) of a site's output in 16 bit."""
@@ -52,16 +53,20 @@ class GateFigure:
 class GateResult:
     """The worst figures and how many comparisons they are the worst of."""
 
+    expected: frozenset[str]
+    """Every site of the plan: each must be compared in every phase that occurred."""
     output: GateFigure | None = None
     delta: GateFigure | None = None
     comparisons: int = 0
-    sites: set[str] = field(default_factory=set)
+    sites: dict[str, set[str]] = field(default_factory=dict)
+    """Phase -> the sites that were compared in it."""
 
     @property
     def passed(self) -> bool:
-        """Whether every site was compared within the limits."""
+        """Whether every site was compared, in every phase, within the limits."""
         return (
             self.output is not None
+            and all(sites == self.expected for sites in self.sites.values())
             and self.output.error <= OUTPUT_LIMIT
             and (self.delta is None or self.delta.error <= DELTA_LIMIT)
         )
@@ -69,7 +74,7 @@ class GateResult:
     def add(self, kind: str, figure: GateFigure) -> None:
         worst: GateFigure | None = getattr(self, kind)
         self.comparisons += 1
-        self.sites.add(figure.site)
+        self.sites.setdefault(figure.phase, set()).add(figure.site)
         # `not (a <= b)`: a NaN is the worst of all.
         if worst is None or not (figure.error <= worst.error):
             setattr(self, kind, figure)
@@ -85,7 +90,8 @@ class GateResult:
             "output_limit": OUTPUT_LIMIT,
             "delta_limit": DELTA_LIMIT,
             "comparisons": self.comparisons,
-            "sites": len(self.sites),
+            "sites": len(self.expected),
+            "compared": {phase: len(sites) for phase, sites in self.sites.items()},
         }
 
 
@@ -95,8 +101,7 @@ class SiteGate:
     def __init__(
         self, plan: Plan, module: nn.Module, dense_part: DensePart, rows: Sequence[GateRow]
     ) -> None:
-        self.result = GateResult()
-        self._plan = plan
+        self.result = GateResult(frozenset(site.name for site in plan.sites))
         self._dense_part = dense_part
         self._rows = rows
         self._done: set[str] = set()
@@ -126,8 +131,7 @@ class SiteGate:
         self._figures("output", site, phase, output.float() - reference, reference)
         if "lora" in str(node.target):
             found = _delta(node.target, args)
-            adapted = [i for i, row in enumerate(self._rows) if _touches(row, site)]
-            self._figures("delta", site, phase, found - delta, delta, rows=adapted)
+            self._figures("delta", site, phase, found - delta, delta)
 
     def _figures(
         self,
@@ -136,11 +140,12 @@ class SiteGate:
         phase: str,
         error: torch.Tensor,
         reference: torch.Tensor,
-        rows: Sequence[int] | None = None,
     ) -> None:
-        per_row = error.flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)
-        for row in range(len(per_row)) if rows is None else rows:
-            self.result.add(kind, GateFigure(site.name, row, phase, float(per_row[row])))
+        errors, sizes = (t.flatten(1).norm(dim=1).tolist() for t in (error, reference))
+        for row, (wrong, size) in enumerate(zip(errors, sizes, strict=True)):
+            # Where the reference is zero (a row without a delta), nothing but zero is right.
+            relative = 0.0 if wrong == 0 else wrong / size if size else float("inf")
+            self.result.add(kind, GateFigure(site.name, row, phase, relative))
 
     def _reference(self, site: SitePlan, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.float()
@@ -173,17 +178,10 @@ def quantised_activation(site: SitePlan, x: torch.Tensor) -> torch.Tensor:
     return torch.cat(groups, dim=-1)
 
 
-def _touches(row: GateRow, site: SitePlan) -> bool:
-    if row.adapter is None or row.scale == 0:
-        return False
-    found = [row.adapter.deltas.get(part.module) for part in site.parts]
-    return any(delta is not None and delta.scale != 0 for delta in found)
-
-
 def _delta(target: Any, args: tuple[Any, ...]) -> Any:
     """The delta that a lowered op adds, before the output is rounded: op minus its base op."""
     ops = torch.ops.lora_compile
-    op = packet(target)
+    op = op_packet(target)
     if op == ops.aten_linear_lora:
         x, weight, bias = _float32(args[:3])
         return ops.aten_linear_lora(x, weight, bias, *args[3:]) - F.linear(x, weight, bias)
@@ -221,7 +219,7 @@ class _Recorder(fx.Interpreter):
         result = super().run_node(n)
         if n.name in self._wanted:
             self._inputs[n.name] = result
-        if SITE_INPUT_META in n.meta and packet(n.target) in OUTPUT_OPS:
+        if SITE_INPUT_META in n.meta and op_packet(n.target) in OUTPUT_OPS:
             args, _ = self.fetch_args_kwargs_from_env(n)
             x = self._inputs[n.meta[SITE_INPUT_META]]
             self._compare(n, n.meta[SITE_META], x, args, result)
