@@ -105,12 +105,14 @@ class SiteGate:
         self._dense_part = dense_part
         self._rows = rows
         self._done: set[str] = set()
+        self._phase = ""
         self._kept = {id(t) for t in (*module.parameters(), *module.buffers())}
 
     def __call__(self, record: GraphRecord, args: tuple[Any, ...]) -> None:
         if record.name in self._done:
             return
         self._done.add(record.name)
+        self._phase = ""
         # The graph writes its KV cache in place; the real call must still find it as it was.
         private = [
             a.clone() if isinstance(a, torch.Tensor) and id(a) not in self._kept else a
@@ -121,7 +123,9 @@ class SiteGate:
 
     def _compare(self, node: fx.Node, site: SitePlan, x: torch.Tensor, args: tuple[Any, ...],
                  output: torch.Tensor) -> None:  # fmt: skip
-        phase = "decode" if x.dim() >= 2 and x.shape[1] == 1 else "prefill"
+        # The graph's first site says it: a head that keeps one token of a prompt sees one, too.
+        self._phase = self._phase or ("decode" if x.shape[1] == 1 else "prefill")
+        phase = self._phase
         if site.kind == "embedding":
             table, _ = self._dense_part(site, 0)
             self._figures("output", site, phase, output.float() - table[x], table[x])

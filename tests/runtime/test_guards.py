@@ -93,7 +93,7 @@ def test_requests_are_checked(model: lc.LoraModel) -> None:
         model(ids, adapters=["a", None], scales=[float("nan"), 1.0])
     with pytest.raises(RequestInvalid, match="packed"):
         model(ids, adapters=["a", None], lengths=[2, 3])
-    with pytest.raises(InvalidValue, match="whole | layers | off"):
+    with pytest.raises(InvalidValue, match=r"whole \| layers \| off"):
         model.compile("layrs")  # type: ignore[arg-type]
 
 
@@ -171,7 +171,7 @@ def test_a_tied_model_whose_checkpoint_has_its_own_head_is_served_with_it(tmp_pa
     assert served.plan.by_name["lm_head"].tied_to is None
 
 
-def test_alpha_zero_warns_and_is_exactly_the_base(model: lc.LoraModel, path: Path, tmp_path: Path) -> None:  # fmt: skip
+def test_alpha_zero_warns_and_is_exactly_the_base(model: lc.LoraModel, path: Path) -> None:
     config = json.loads((path / "adapter_config.json").read_text())
     config["lora_alpha"] = 0
     tensors = load_file(path / "adapter_model.safetensors")
