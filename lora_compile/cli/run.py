@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from dataclasses import dataclass
@@ -125,7 +126,11 @@ def _generate(
     model.backend.intercept = site_gate
     what = "compiling (prefill graph, then decode graph)" if model.scope != "off" else "running"
     progress(f"{what}, first generation" + (" and site gate" if gate else ""))
+    # Tracing makes millions of objects that live on; collecting between them finds nothing.
+    gc.freeze()
+    gc.disable()
     first, first_seconds = generate()
+    gc.enable()
     model.backend.intercept = None
 
     swapped = next((name for name in names if name is not None), None)

@@ -41,27 +41,24 @@ def scale_groups_(values: Tensor, scale: Tensor, group: int) -> None:
         values[..., whole * group :].mul_(scale[..., whole:])
 
 
-def live_rows(slot: Tensor, lora_rank: Tensor, rows: Rows) -> list[tuple[int, int, Tensor]]:
-    """(slot, its rank, indices of its flattened rows) of each slot in use that has a delta."""
-    found = []
-    entries = slot[: rows.batch]
-    for value in torch.unique(entries).tolist():
-        if value < 0 or value >= lora_rank.shape[0]:
-            continue
-        rank = int(lora_rank[value])
-        if rank > 0:
-            found.append((value, rank, _rows_of(entries == value, rows)))
-    return found
+UNBOUND = -2
 
 
-def unbound_rows(slot: Tensor, slots: int, rows: Rows) -> Tensor:
-    """Indices of flattened rows that are bound to no slot."""
-    entries = slot[: rows.batch]
-    return _rows_of((entries < -1) | (entries >= slots), rows)
+def rows_by_slot(slot: Tensor, slots: int, rows: Rows) -> dict[int, Tensor]:
+    """Slot in use -> indices of its flattened rows; UNBOUND -> those of rows bound to no slot.
 
-
-def _rows_of(chosen: Tensor, rows: Rows) -> Tensor:
-    return torch.nonzero(chosen.repeat_interleave(rows.tokens)).flatten()
+    Rows without an adapter (slot -1) are in none of them. The map is short and on the CPU, so it
+    is read in Python: ATen would take ten small calls for each op.
+    """
+    found: dict[int, list[int]] = {}
+    for entry, value in enumerate(slot[: rows.batch].tolist()):
+        if value != -1:
+            found.setdefault(value if 0 <= value < slots else UNBOUND, []).append(entry)
+    tokens = torch.arange(rows.tokens, device=slot.device)
+    return {
+        value: (torch.tensor(entries, device=slot.device)[:, None] * rows.tokens + tokens).flatten()
+        for value, entries in found.items()
+    }
 
 
 @torch.library.custom_op("lora_compile::aten_lora_shrink", mutates_args=())
@@ -80,12 +77,17 @@ def aten_lora_shrink(
     flat = x.reshape(rows.total, x.shape[-1])
     h = torch.zeros(rows.total, *lora_A.shape[1:3], dtype=torch.float32, device=x.device)
     per_row = row_scale[: rows.batch].repeat_interleave(rows.tokens)
-    for index, rank, where in live_rows(slot, lora_rank, rows):
+    for index, where in rows_by_slot(slot, lora_rank.shape[0], rows).items():
+        if index == UNBOUND:
+            h[where] = float("nan")
+            continue
+        rank = int(lora_rank[index])
+        if rank == 0:
+            continue
         a = lora_A[index, :, :rank].float()
         down = torch.matmul(flat[where].float(), a.mT)  # (P, rows, rank)
         scale = per_row[where].unsqueeze(0) * lora_scale[index].unsqueeze(1)
         h[where, :, :rank] = (down * scale.unsqueeze(2)).transpose(0, 1)
-    h[unbound_rows(slot, lora_rank.shape[0], rows)] = float("nan")
     return h
 
 
@@ -278,7 +280,12 @@ def _add_bias_and_delta(
     """y (L, N) float32 += b + B_slot h, in place; NaN where a row is bound to no slot."""
     if bias is not None:
         y += bias.float()
-    for index, rank, where in live_rows(slot, lora_rank, rows):
+    for index, where in rows_by_slot(slot, lora_rank.shape[0], rows).items():
+        if index == UNBOUND:
+            y[where] = float("nan")
+            continue
+        rank = int(lora_rank[index])
+        if rank == 0:
+            continue
         for part, (low, high) in enumerate(pairwise(part_rows)):
             y[where, low:high] += h[where, part, :rank] @ lora_B[index, low:high, :rank].float().T
-    y[unbound_rows(slot, lora_rank.shape[0], rows)] = float("nan")

@@ -18,6 +18,7 @@ from torch import nn
 import lora_compile.ops  # noqa: F401  (registers the ops)
 from lora_compile.adapters.slots import SlotTensors
 from lora_compile.errors import FeatureUnsupported
+from lora_compile.ops.rows import uses_token_map
 from lora_compile.planning.plan import Plan, SitePlan
 from lora_compile.runtime.rows import RowMaps
 
@@ -62,7 +63,7 @@ class SiteLinear(nn.Module):
             [getattr(self, name) for name in self._aux],
             self.bias,
             [getattr(self, name) for name in self._slots],
-            [self.seq_slot, self.seq_scale, self.token_slot, self.token_scale],
+            _row_maps(self, x.dim()),
             self.part,
             self.quant,
             self.packed,
@@ -91,7 +92,7 @@ class SiteEmbedding(nn.Module):
             ids,
             self.weight,
             [getattr(self, name) for name in self._slots],
-            [self.seq_slot, self.seq_scale, self.token_slot, self.token_scale],
+            _row_maps(self, ids.dim() + 1),
             self.packed,
         )
         return output
@@ -138,6 +139,17 @@ def attach(
 
 def _buffer(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
     module.register_buffer(name, tensor, persistent=False)
+
+
+def _row_maps(module: SiteLinear | SiteEmbedding, dim: int) -> list[torch.Tensor]:
+    """The maps as markers take them, for an input of `dim` dimensions.
+
+    Only the map that the marker will read is touched, and stands in for the other one: Dynamo
+    guards each buffer that it sees at each of the hundreds of projections.
+    """
+    which = "token" if uses_token_map(dim, module.packed) else "seq"
+    maps = [module.get_buffer(f"{which}_slot"), module.get_buffer(f"{which}_scale")]
+    return maps + maps
 
 
 def _register_slots(module: nn.Module, slots: SlotTensors | None) -> tuple[str, ...]:

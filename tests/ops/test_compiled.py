@@ -42,7 +42,9 @@ def check(
     """Compile for a dynamic batch (and a dynamic length unless it is 1), run without recompiles."""
     compiled = torch.compile(function, fullgraph=True)
     generator = torch.Generator().manual_seed(seed + 1)
+    every = rows.slot.clone()
     for number, batch in enumerate(BATCHES):
+        rows.slot.copy_(every)[batch:] = -2  # as the runtime binds a batch
         length = tokens + (number if tokens > 1 else 0)
         leading = (batch,) if flat else (batch, length)
         x = torch.randn(*leading, COLUMNS, generator=generator).to(site.dtype)

@@ -69,8 +69,8 @@ def opcheck(op: object, arguments: tuple[object, ...]) -> None:
 def test_opcheck(name: str, seed: int) -> None:
     site = make(seed)
     generator = torch.Generator().manual_seed(seed)
-    rows = RowMap.of([5, -1, 0], generator)
     for leading in ((3, 4), (2, 1)):
+        rows = RowMap.of([5, -1, 0][: leading[0]], generator)
         x = torch.randn(*leading, COLUMNS, generator=generator).bfloat16()
         arguments = opcheck_arguments(site, x, rows)[name]
         if name in MARKERS:
