@@ -70,7 +70,7 @@ def show_summary(prepared: Prepared) -> None:
         ("model", data["model"]),
         ("architecture", f"{data['architecture']} ({prepared.plan.model_type})"),
         ("device", f"{data['device']}, {data['dtype']}"),
-        ("sites", f"{data['sites']} of {data['projections']} projections: {schemes}"),
+        ("sites", f"{data['sites']} over {data['projections']} projections: {schemes}"),
         ("weights", f"{mib(data['weight_bytes'])} at the sites"),
         (
             "slots",

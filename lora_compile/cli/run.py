@@ -191,20 +191,22 @@ def _show(generation: Generation, model: LoraModel, outcome: Outcome, total: flo
             escape(text.strip()),
         )
     console.print(made)
-    console.print(escape(str(model.report)))
+    console.print(escape(str(model.report)), soft_wrap=True)
     if outcome.swapped is not None:
         same = "the same texts" if outcome.same_after_swap else "OTHER TEXTS"
         console.print(
             f"swap          {outcome.swapped} replaced by itself in another slot: "
-            f"{outcome.recompiles} recompiles, {same}"
+            f"{outcome.recompiles} recompiles, {same}",
+            soft_wrap=True,
         )
     console.print(
         f"speed         {outcome.new_tokens / outcome.seconds:.1f} tokens/s "
         f"({outcome.new_tokens} tokens of {len(outcome.texts)} rows in {outcome.seconds:.1f} s); "
-        f"first generation {outcome.first_seconds:.1f} s, all {total:.1f} s"
+        f"first generation {outcome.first_seconds:.1f} s, all {total:.1f} s",
+        soft_wrap=True,
     )
     if outcome.gate is not None:
-        console.print(_gate_text(outcome.gate))
+        console.print(_gate_text(outcome.gate), soft_wrap=True)
 
 
 def _gate_text(gate: GateResult) -> str:

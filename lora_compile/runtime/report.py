@@ -56,7 +56,7 @@ class Report:
         kernels = ", ".join(f"{count} {name}" for name, count in self.kernels.items())
         lines = [
             f"architecture  {self.architecture}",
-            f"sites         {self.sites} of {self.parts} projections ({schemes})",
+            f"sites         {self.sites} over {self.parts} projections ({schemes})",
             f"kernels       {kernels}",
             f"compiled      {self.scope}: {len(self.graphs)} graphs, "
             f"{self.graph_breaks} graph breaks",
