@@ -244,6 +244,8 @@ class LoraModel:
                 if isinstance(inner, LoraCompileError):
                     raise inner from None
                 raise
+            finally:
+                self._rows.done()
 
     def _check_untouched(self) -> None:
         """The pool writes the buffers that attach registered; they must still be the module's."""

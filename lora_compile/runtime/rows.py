@@ -43,6 +43,7 @@ class RowMaps:
         self.token_slot = torch.full((max_tokens,), UNBOUND, dtype=torch.int32, device=device)
         self.token_scale = torch.ones(max_tokens, dtype=torch.float32, device=device)
         self._current: tuple[RowBinding | None, int, int] | None = None
+        self._read = torch.cuda.Event() if self.seq_slot.is_cuda else None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name -> buffer, in the order in which markers take them."""
@@ -63,6 +64,7 @@ class RowMaps:
             RequestInvalid: more rows or tokens than the buffers hold, or a binding whose rows
                 are not those of the forward.
         """
+        self._wait_for_readers()
         if self._current == (binding, batch, tokens_per_row):
             return
         self._check_sizes(batch, batch * tokens_per_row)
@@ -77,8 +79,21 @@ class RowMaps:
             self._fill(self.token_slot, self.token_scale, per_token, scale_per_token)
         self._current = (binding, batch, tokens_per_row)
 
+    def done(self) -> None:
+        """Note that the kernels launched so far read the maps; call it after each forward.
+
+        The model's lock orders the host alone: another thread may work on another CUDA stream.
+        """
+        if self._read is not None:
+            self._read.record()
+
+    def _wait_for_readers(self) -> None:
+        if self._read is not None:
+            torch.cuda.current_stream(self.seq_slot.device).wait_event(self._read)
+
     def release(self) -> None:
         """Unbind every row, so that nothing runs on the last request's adapters."""
+        self._wait_for_readers()
         self.seq_slot.fill_(UNBOUND)
         self.token_slot.fill_(UNBOUND)
         self._current = None
