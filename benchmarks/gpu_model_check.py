@@ -54,7 +54,8 @@ def serve(scheme: str, dtype: torch.dtype) -> dict[str, object]:
     """Wrap, compile, compare with PEFT, swap without recompiling, compare base rows' bits."""
     torch_compat.reset_dynamo()
     plain = llama(5).cuda().to(dtype)
-    oracle = (plain if scheme == "none" else fake_quantise(plain)).float()
+    exact = copy.deepcopy(plain).float()  # `float` works in place
+    oracle = exact if scheme == "none" else fake_quantise(exact)
     # The bound of a whole model: codes flip under FP8, and bf16 rounds every activation.
     bound = {("none", torch.float32): 1e-4, ("fp8_block", torch.float32): 5e-2}.get(
         (scheme, dtype), 1e-1

@@ -43,7 +43,9 @@ class RowMaps:
         self.token_slot = torch.full((max_tokens,), UNBOUND, dtype=torch.int32, device=device)
         self.token_scale = torch.ones(max_tokens, dtype=torch.float32, device=device)
         self._current: tuple[RowBinding | None, int, int] | None = None
-        self._read = torch.cuda.Event() if self.seq_slot.is_cuda else None
+        self._read: torch.cuda.Event | None = None
+        if self.seq_slot.is_cuda:
+            self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name -> buffer, in the order in which markers take them."""
