@@ -56,10 +56,14 @@ def serve(scheme: str, dtype: torch.dtype) -> dict[str, object]:
     plain = llama(5).cuda().to(dtype)
     exact = copy.deepcopy(plain).float()  # `float` works in place
     oracle = exact if scheme == "none" else fake_quantise(exact)
-    # The bound of a whole model: codes flip under FP8, and bf16 rounds every activation.
-    bound = {("none", torch.float32): 1e-4, ("fp8_block", torch.float32): 5e-2}.get(
-        (scheme, dtype), 1e-1
-    )
+    # The bound of a whole model, over all its logits: codes flip under FP8 where a value differs by
+    # one ulp, and bf16 rounds every activation. Base rows differ from the oracle about as much.
+    bound = {
+        ("none", torch.float32): 1e-4,
+        ("none", torch.bfloat16): 5e-2,
+        ("fp8_block", torch.float32): 1e-1,
+        ("fp8_block", torch.bfloat16): 2e-1,
+    }[scheme, dtype]
     with tempfile.TemporaryDirectory() as folder:
         paths = {
             f"r{rank}": make_adapter(oracle, Path(folder) / f"r{rank}", rank=rank, seed=rank)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from lora_compile.adapters.canonical import CanonicalAdapter
@@ -20,6 +19,7 @@ from lora_compile.passes.base import SITE_INPUT_META, SITE_META
 from lora_compile.passes.verify_graph import OUTPUT_OPS
 from lora_compile.planning.plan import Plan, SitePlan
 from lora_compile.runtime.backend import GraphRecord
+from lora_compile.runtime.rows import NO_ADAPTER
 from lora_compile.torch_compat import op_packet
 
 OUTPUT_LIMIT = 4e-3
@@ -183,26 +183,20 @@ def quantised_activation(site: SitePlan, x: torch.Tensor) -> torch.Tensor:
 
 
 def _delta(target: Any, args: tuple[Any, ...]) -> Any:
-    """The delta that a lowered op adds, before the output is rounded: op minus its base op."""
+    """The delta that a lowered op adds, before the output is rounded: the op in float32, minus
+    itself on rows without adapter."""
     ops = torch.ops.lora_compile
-    op = op_packet(target)
-    if op == ops.aten_linear_lora:
-        x, weight, bias = _float32(args[:3])
-        return ops.aten_linear_lora(x, weight, bias, *args[3:]) - F.linear(x, weight, bias)
-    if op == ops.linear_lora:
-        x, weight, bias = _float32(args[:3])
-        full = ops.linear_lora(x, weight, bias, *args[3:])
-        return full - ops.linear(x, weight, bias, args[-1])
-    if op == ops.aten_fp8_block_linear_lora:
-        base = ops.aten_fp8_block_linear(*args[:8], torch.float32)
-        return ops.aten_fp8_block_linear_lora(*args[:-1], torch.float32) - base
-    assert op == ops.fp8_block_linear_lora, target
-    base = ops.fp8_block_linear(*args[:8], torch.float32, args[-1])
-    return ops.fp8_block_linear_lora(*args[:-2], torch.float32, args[-1]) - base
-
-
-def _float32(args: tuple[Any, ...]) -> list[Any]:
-    return [None if arg is None else arg.float() for arg in args]
+    full = list(args)
+    if op_packet(target) in (ops.linear_lora, ops.aten_linear_lora):
+        full[:3] = [None if arg is None else arg.float() for arg in args[:3]]
+        slot = 6
+    else:
+        assert op_packet(target) in (ops.fp8_block_linear_lora, ops.aten_fp8_block_linear_lora)
+        full[13] = torch.float32
+        slot = 11
+    base = list(full)
+    base[slot] = torch.full_like(full[slot], NO_ADAPTER)
+    return target(*full) - target(*base)
 
 
 Compare = Callable[[fx.Node, SitePlan, torch.Tensor, tuple[Any, ...], torch.Tensor], None]
