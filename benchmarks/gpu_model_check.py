@@ -62,7 +62,7 @@ def serve(scheme: str, dtype: torch.dtype) -> dict[str, object]:
         ("none", torch.float32): 1e-4,
         ("none", torch.bfloat16): 5e-2,
         ("fp8_block", torch.float32): 1e-1,
-        ("fp8_block", torch.bfloat16): 2e-1,
+        ("fp8_block", torch.bfloat16): 1e-1,
     }[scheme, dtype]
     with tempfile.TemporaryDirectory() as folder:
         paths = {
