@@ -20,8 +20,12 @@ CHUNK = 2**21
 """Elements of a 16-bit weight that are upcast at a time: 8 MiB of fp32, which stays in cache."""
 
 
+E4M3_UNIT = 256.0
+"""What `decode_e4m3` leaves to be multiplied, with the scales."""
+
+
 def decode_e4m3(codes: Tensor) -> Tensor:
-    """float8_e4m3fn -> float32, exactly, for finite codes.
+    """float8_e4m3fn -> float32 / E4M3_UNIT, exactly, for finite codes.
 
     A code's bits moved to the top of a float16 are its value times 2^-8 (the exponent biases are 7
     and 15), subnormals included. ATen's own conversion goes element by element and takes seven
@@ -29,7 +33,7 @@ def decode_e4m3(codes: Tensor) -> Tensor:
     """
     bits = codes.view(torch.int8).to(torch.int16)
     bits.bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign was extended into bit 14
-    return bits.view(torch.float16).float().mul_(256.0)
+    return bits.view(torch.float16).float()
 
 
 def scale_groups_(values: Tensor, scale: Tensor, group: int) -> None:
@@ -244,8 +248,9 @@ def _fp8_matmul(
 ) -> Tensor:
     """Q(W) q(x) in float32: (L, N)."""
     x, w = decode_e4m3(xq), decode_e4m3(weight)
-    scale_groups_(x, xs, group)
-    scale_groups_(w, expand_block_rows(weight_scale, part_rows, block_shape[0]), block_shape[1])
+    scale_groups_(x, xs * E4M3_UNIT, group)
+    rows = expand_block_rows(weight_scale * E4M3_UNIT, part_rows, block_shape[0])
+    scale_groups_(w, rows, block_shape[1])
     return x.reshape(-1, x.shape[-1]) @ w.T
 
 

@@ -35,38 +35,77 @@ class SiteStorage:
     slots: SlotTensors | None
 
 
+class RowBuffers(nn.Module):
+    """The row maps as buffers, shared by every site of one model. Never called."""
+
+    def __init__(self, rows: RowMaps) -> None:
+        super().__init__()
+        self.packed = rows.packed
+        for name, tensor in rows.tensors().items():
+            _buffer(self, name, tensor)
+
+
+class SiteBuffers(nn.Module):
+    """The buffers of one site, shared by the modules of its parts. Never called.
+
+    Dynamo guards every path by which it reaches a tensor: parts that reach theirs through one
+    shared module cost it one guard a part instead of one a tensor and part.
+    """
+
+    def __init__(self, site: SitePlan, storage: SiteStorage, rows: RowBuffers) -> None:
+        super().__init__()
+        self.quant = site.quant.model_dump_json()
+        self.has_slots = storage.slots is not None
+        self.aux_names = site.quant.aux_names
+        self.rows = rows
+        _buffer(self, "weight", storage.weight)
+        for name, tensor in zip(self.aux_names, storage.aux, strict=True):
+            _buffer(self, name, tensor)
+        _buffer(self, "bias", storage.bias)
+        if storage.slots is not None:
+            for name in ("lora_A", "lora_B", "lora_scale", "lora_rank"):
+                _buffer(self, name, getattr(storage.slots, name))
+
+
 class SiteLinear(nn.Module):
     """One part of a linear site. Its forward is one marker."""
 
-    def __init__(
-        self, site: SitePlan, part: int, storage: SiteStorage, rows: RowMaps, quant: str
-    ) -> None:
+    def __init__(self, site: SitePlan, part: int, buffers: SiteBuffers) -> None:
         super().__init__()
         self.in_features = site.in_features
         self.out_features = site.parts[part].out_features
         self.part = part
-        self.quant = quant
-        self.packed = rows.packed
-        self._aux = site.quant.aux_names
-        _buffer(self, "weight", storage.weight)
-        for name, tensor in zip(self._aux, storage.aux, strict=True):
-            _buffer(self, name, tensor)
-        _buffer(self, "bias", storage.bias)
-        self._slots = _register_slots(self, storage.slots)
-        for name, tensor in rows.tensors().items():
-            _buffer(self, name, tensor)
+        self.site = buffers
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The packed weight of the whole site, for code that asks for its device or dtype."""
+        return self.site.get_buffer("weight")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        site, rows = self.site, self.site.rows
+        aux = []
+        for name in site.aux_names:
+            aux.append(getattr(site, name))  # Dynamo would inline a comprehension as a call
+        adapter = []
+        if site.has_slots:
+            adapter = [site.lora_A, site.lora_B, site.lora_scale, site.lora_rank]
+        # Only the map that the marker will read is touched, and stands in for the other one:
+        # Dynamo guards each buffer that it sees at each of the hundreds of projections.
+        if uses_token_map(x.dim(), rows.packed):
+            slot, scale = rows.token_slot, rows.token_scale
+        else:
+            slot, scale = rows.seq_slot, rows.seq_scale
         output: torch.Tensor = torch.ops.lora_compile.site_linear(
             x,
-            self.weight,
-            [getattr(self, name) for name in self._aux],
-            self.bias,
-            [getattr(self, name) for name in self._slots],
-            _row_maps(self, x.dim()),
+            site.weight,
+            aux,
+            site.bias,
+            adapter,
+            [slot, scale, slot, scale],
             self.part,
-            self.quant,
-            self.packed,
+            site.quant,
+            rows.packed,
         )
         return output
 
@@ -77,23 +116,25 @@ class SiteLinear(nn.Module):
 class SiteEmbedding(nn.Module):
     """An embedding site. Its forward is one marker."""
 
-    def __init__(self, site: SitePlan, storage: SiteStorage, rows: RowMaps) -> None:
+    def __init__(self, site: SitePlan, buffers: SiteBuffers) -> None:
         super().__init__()
         self.num_embeddings = site.out_features
         self.embedding_dim = site.in_features
-        self.packed = rows.packed
-        _buffer(self, "weight", storage.weight)
-        self._slots = _register_slots(self, storage.slots)
-        for name, tensor in rows.tensors().items():
-            _buffer(self, name, tensor)
+        self.site = buffers
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The table, for code that asks for its device or dtype."""
+        return self.site.get_buffer("weight")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        site, rows = self.site, self.site.rows
+        if uses_token_map(ids.dim() + 1, rows.packed):
+            slot, scale = rows.token_slot, rows.token_scale
+        else:
+            slot, scale = rows.seq_slot, rows.seq_scale
         output: torch.Tensor = torch.ops.lora_compile.site_embedding(
-            ids,
-            self.weight,
-            [getattr(self, name) for name in self._slots],
-            _row_maps(self, ids.dim() + 1),
-            self.packed,
+            ids, site.weight, [], [slot, scale, slot, scale], rows.packed
         )
         return output
 
@@ -110,6 +151,7 @@ def attach(
         id of each site's weight tensor -> the site; the backend finds sites by it.
     """
     by_tensor: dict[int, SitePlan] = {}
+    shared = RowBuffers(rows)
     for site in plan.sites:
         storage = storages[site.name]
         # A tied head shares its table with the embedding: two sites, one tensor. Each needs a
@@ -119,13 +161,13 @@ def attach(
             weight = weight.detach()
             storage = SiteStorage(weight, storage.aux, storage.bias, storage.slots)
         by_tensor[id(weight)] = site
-        quant = site.quant.model_dump_json()
+        buffers = SiteBuffers(site, storage, shared)
         for index, part in enumerate(site.parts):
             module: nn.Module
             if site.kind == "linear":
-                module = SiteLinear(site, index, storage, rows, quant)
+                module = SiteLinear(site, index, buffers)
             elif site.kind == "embedding":
-                module = SiteEmbedding(site, storage, rows)
+                module = SiteEmbedding(site, buffers)
             else:
                 raise FeatureUnsupported(
                     f"site {site.name}: {site.kind} sites are not supported yet",
@@ -139,22 +181,3 @@ def attach(
 
 def _buffer(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
     module.register_buffer(name, tensor, persistent=False)
-
-
-def _row_maps(module: SiteLinear | SiteEmbedding, dim: int) -> list[torch.Tensor]:
-    """The maps as markers take them, for an input of `dim` dimensions.
-
-    Only the map that the marker will read is touched, and stands in for the other one: Dynamo
-    guards each buffer that it sees at each of the hundreds of projections.
-    """
-    which = "token" if uses_token_map(dim, module.packed) else "seq"
-    maps = [module.get_buffer(f"{which}_slot"), module.get_buffer(f"{which}_scale")]
-    return maps + maps
-
-
-def _register_slots(module: nn.Module, slots: SlotTensors | None) -> tuple[str, ...]:
-    if slots is None:
-        return ()
-    for name in ("lora_A", "lora_B", "lora_scale", "lora_rank"):
-        _buffer(module, name, getattr(slots, name))
-    return ("lora_A", "lora_B", "lora_scale", "lora_rank")

@@ -68,8 +68,15 @@ class LoraModel:
         self._binding: RowBinding | None = None
         self._forward = _with_own_code(module.forward)
         first = next(m for m in module.modules() if isinstance(m, SiteLinear))
-        names = [name for name in ("weight", "lora_A", "seq_slot") if hasattr(first, name)]
-        self._witnesses = [(first, name, getattr(first, name)) for name in names]
+        self._witnesses = [
+            (owner, name, getattr(owner, name))
+            for owner, name in (
+                (first.site, "weight"),
+                (first.site, "lora_A"),
+                (first.site.rows, "seq_slot"),
+            )
+            if hasattr(owner, name)
+        ]
         self._breaks_before = torch_compat.graph_breaks()
         self._signature = inspect.signature(module.forward)
         self._run = self._forward
