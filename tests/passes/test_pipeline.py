@@ -116,8 +116,8 @@ def test_a_marker_of_an_unknown_tensor_is_an_error(traced: Trace) -> None:
     """A buffer that was replaced after attach is not known to the backend any more."""
 
     def replace_weight(module: nn.Module) -> None:
-        o_proj = module.get_submodule("model.layers.0.self_attn.o_proj")
-        o_proj.weight = o_proj.weight.clone()
+        site = module.get_submodule("model.layers.0.self_attn.o_proj.site")
+        site.weight = site.weight.clone()
 
     found = traced("none", change=replace_weight)
     with pytest.raises(Faults, match="carries a weight that is no site of the plan"):
