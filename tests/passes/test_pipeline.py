@@ -148,4 +148,4 @@ def test_a_part_of_the_model_need_not_hold_every_site(traced: Trace) -> None:
     context: GraphContext = replace(found.context, plan=found.plan)
     assert len(sites) == len(found.plan.sites)
     run_pipeline(found.gm, context)
-    assert not [n for n in found.gm.graph.nodes if "site_" in str(n.target)]
+    assert not [n for n in found.gm.graph.nodes if "lora_compile.site_" in str(n.target)]
