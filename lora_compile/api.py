@@ -18,6 +18,7 @@ from lora_compile.checkpoints.source import ModuleWeights, WeightSource
 from lora_compile.checkpoints.survey import Survey
 from lora_compile.errors import FaultList, InvalidValue, LoraCompileError
 from lora_compile.planning.build import build_plan, find_sites
+from lora_compile.planning.kernel_limits import kernel_faults
 from lora_compile.planning.meta_model import DTYPES
 from lora_compile.planning.plan import ModelDtype, Plan, SitePlan
 from lora_compile.planning.prepare import (
@@ -148,6 +149,8 @@ def wrap(
         packed=packed,
         has_slots=lambda _: True,
     )
+    for fault in kernel_faults(plan):
+        faults.add(fault)
     for path in (adapters or {}).values():
         try:
             inspect_adapter(path, plan)

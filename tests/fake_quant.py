@@ -19,7 +19,7 @@ def decode_block_fp8(weight: torch.Tensor) -> torch.Tensor:
     for row in range(0, weight.shape[0], BLOCK):
         for column in range(0, weight.shape[1], BLOCK):
             block = weight[row : row + BLOCK, column : column + BLOCK]
-            scale = block.abs().max() / 448
+            scale = block.abs().max() / block.new_tensor(448.0)
             codes = (block / scale).to(torch.float8_e4m3fn)
             decoded[row : row + BLOCK, column : column + BLOCK] = codes.float() * scale
     return decoded
@@ -30,7 +30,8 @@ def decode_group_fp8(x: torch.Tensor) -> torch.Tensor:
     decoded = torch.empty_like(x)
     for column in range(0, x.shape[-1], BLOCK):
         group = x[..., column : column + BLOCK]
-        scale = (group.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-12)
+        # By a tensor: CUDA multiplies by the reciprocal of a number, which rounds otherwise.
+        scale = (group.abs().amax(-1, keepdim=True) / group.new_tensor(448.0)).clamp(min=1e-12)
         codes = (group / scale).to(torch.float8_e4m3fn)
         decoded[..., column : column + BLOCK] = codes.float() * scale
     return decoded

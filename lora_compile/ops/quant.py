@@ -151,7 +151,9 @@ def quantize_groups(x: Tensor, group: int, min_scale: float) -> tuple[Tensor, Te
 def _quantize_last(values: Tensor, min_scale: float) -> tuple[Tensor, Tensor]:
     """One scale over the last dimension: codes (..., c) and scales (...)."""
     values = values.float()
-    scale = (values.abs().amax(-1) / FP8_MAX).clamp(min=min_scale)
+    # Divided by a tensor: CUDA turns a division by a number into a product with its reciprocal.
+    largest = torch.full((), FP8_MAX, dtype=torch.float32, device=values.device)
+    scale = (values.abs().amax(-1) / largest).clamp(min=min_scale)
     codes = (values / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
     return codes.to(torch.float8_e4m3fn), scale
 

@@ -31,6 +31,7 @@ from lora_compile.errors import (
 )
 from lora_compile.passes.insert_lora import LOWERINGS
 from lora_compile.planning.build import FoundSite, build_plan, find_sites
+from lora_compile.planning.kernel_limits import kernel_faults
 from lora_compile.planning.meta_model import DTYPES, meta_model, read_config
 from lora_compile.planning.plan import ModelDtype, Plan, SlotPlan
 from lora_compile.schemas.architecture import (
@@ -114,10 +115,13 @@ def prepare(path: str | Path, *, convert: bool, progress: Progress) -> Prepared:
     progress("checking adapters")
     plan = plan_with(lambda module: True)
     adapters = _adapters(deployment, plan, faults)
-    faults.raise_if_any()
     if deployment.value.runtime.sites == "touched":
+        faults.raise_if_any()  # An adapter at fault leaves open which sites are touched.
         touched = _touched(plan, adapters)
         plan = plan_with(lambda module: module in touched)
+    for fault in kernel_faults(plan):
+        faults.add(fault)
+    faults.raise_if_any()
     return Prepared(
         deployment=deployment,
         architecture=architecture,

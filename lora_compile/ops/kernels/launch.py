@@ -7,7 +7,6 @@ may be symbolic: nothing may branch on it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from lora_compile.errors import FeatureUnsupported
+from lora_compile.ops.kernels.limits import MAX_PARTS, MIN_COLUMN_STEP, common_step
 from lora_compile.ops.rows import Rows
 from lora_compile.ops.source_digest import kernel_row_tile
 
@@ -29,8 +29,6 @@ if HAS_TRITON:
     from lora_compile.ops.kernels.quantize import quantize_kernel
     from lora_compile.ops.kernels.shrink import shrink_kernel
 
-MAX_PARTS = 4
-"""Parts that the GEMM kernel takes; their boundaries are scalar arguments of it."""
 GEMM_ROWS = 64
 """Rows of W per program: the least that wgmma takes on its M side."""
 SHRINK_SPLIT = 1024
@@ -226,13 +224,12 @@ def _column_step(x: Tensor, scales: BlockScales | None) -> int:
     """Columns per step of the GEMM's loop; with scales, within one block and one group."""
     if scales is None:
         return 64 if x.element_size() <= 2 else 32
-    step = math.gcd(scales.block_shape[1], scales.group)
-    # Steps are a power of two for Triton, and at least 32 for an FP8 dot.
-    step &= -step
-    if step < 32:
+    step = common_step(scales.block_shape[1], scales.group)
+    if step < MIN_COLUMN_STEP:
         raise FeatureUnsupported(
             "the Triton block-FP8 kernel cannot tile these scales",
-            expected="block columns and activation group with a common power of two >= 32",
+            expected="block columns and activation group with a common power of two >= "
+            f"{MIN_COLUMN_STEP}",
             found=f"block columns {scales.block_shape[1]}, group {scales.group}",
             fix="select the PyTorch kernel",
         )

@@ -25,9 +25,12 @@ def quantize_kernel(
     mask = (row < rows)[:, None] & ((column < GROUP) & (group * GROUP + column < K))[None, :]
     place = row.to(tl.int64)[:, None] * K + (group * GROUP + column)[None, :]
     values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    # div_rn: the default division is approximate, and one ulp can move a code. 16-bit inputs often
+    # lie just between two codes.
+    peak = tl.max(tl.abs(values), 1)
+    scale = tl.div_rn(peak, tl.full((ROWS,), 448.0, tl.float32))
     # Under torch.compile `min_scale` arrives as float64.
-    scale = tl.maximum(tl.max(tl.abs(values), 1) / 448.0, min_scale).to(tl.float32)
-    # div_rn: the default division is approximate, and one ulp can move a code.
+    scale = tl.maximum(scale, min_scale).to(tl.float32)
     code = tl.div_rn(values, tl.broadcast_to(scale[:, None], (ROWS, GROUP_TILE)))
     code = tl.minimum(tl.maximum(code, -448.0), 448.0)
     tl.store(codes + place, code.to(codes.dtype.element_ty), mask=mask)

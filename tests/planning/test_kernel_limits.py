@@ -1,0 +1,186 @@
+"""What the Triton kernels cannot run is known when a model is planned, by site and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lora_compile as lc
+from lora_compile import api
+from lora_compile.checkpoints.readers.fp8_block import quantise
+from lora_compile.errors import FeatureUnsupported, LoraCompileError
+from lora_compile.ops.kernels.launch import HAS_TRITON, BlockScales, launch_gemm
+from lora_compile.planning.kernel_limits import kernel_faults
+from lora_compile.planning.plan import Plan
+from lora_compile.planning.prepare import prepare
+from lora_compile.schemas.architecture import SHIPPED
+from lora_compile.schemas.quant_scheme import find_scheme
+from tests.adapters.plans import plan_of, site
+from tests.cli.conftest import Site
+from tests.cli.conftest import site as deployment  # noqa: F401  (a fixture)
+
+MANY = """\
+schema_version: 1
+name: many
+model_types: [many]
+layers: {at: layers, count: depth}
+sites:
+  - kind: linear
+    name: fused
+    at: layers.{layer}
+    in_features: width
+    fuse: true
+    parts:
+      - {name: a, out_features: width}
+      - {name: b, out_features: width}
+      - {name: c, out_features: width}
+      - {name: d, out_features: width}
+      - {name: e, out_features: width}
+key_prefixes: [""]
+"""
+
+
+def plan(
+    parts: int, block: tuple[int, int] | None, device: str = "cuda", lora: bool = True
+) -> Plan:
+    """One site of `parts` projections, unquantised or block FP8."""
+    widths = [(f"p{index}", 40) for index in range(parts)]
+    made = site("fused", 256, widths, parent="layers.0", layer=0, lora=lora)
+    if block is not None:
+        quant = find_scheme("fp8_block").info(
+            weight_dtype="float8_e4m3fn", block_shape=block, in_features=256, part_widths=widths,
+            bias=False,
+        )  # fmt: skip
+        made = made.model_copy(update={"quant": quant})
+    return plan_of([made]).model_copy(update={"device": device})
+
+
+def launch(parts: int, block: tuple[int, int] | None) -> None:
+    """What a compile for the GPU does with the same site: it refuses before a kernel runs."""
+    rows = [40 * index for index in range(parts + 1)]
+    weight, x = torch.zeros(rows[-1], 256), torch.zeros(1, 256)
+    scales = None
+    if block is not None:
+        codes, scale = quantise(weight, block)
+        weight, x = codes, x.to(codes.dtype)
+        scales = BlockScales(torch.ones(1, -(-256 // block[1])), scale, list(block), block[1])
+    launch_gemm(x, weight, None, rows, torch.float32, "triton", scales=scales)
+
+
+@pytest.mark.parametrize("block", [None, (128, 128), (1, 32), (128, 96), (7, 64)])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_within_the_limits_there_is_no_fault(parts: int, block: tuple[int, int] | None) -> None:
+    assert kernel_faults(plan(parts, block)) == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "block", "facts"),
+    [
+        (5, None, ["5 (p0, p1, p2, p3, p4)", "at most 4", "`fuse: false` for site fused"]),
+        (5, (128, 128), ["5 (p0, p1, p2, p3, p4)", "at most 4", "`fuse: false` for site fused"]),
+        (1, (128, 16), ["blocks of 16 columns, groups of 16", ">= 32"]),
+        (2, (128, 48), ["blocks of 48 columns, groups of 48", ">= 32"]),  # 48 = 3 x 16
+    ],
+)
+def test_beyond_a_limit_planning_and_launching_both_refuse(
+    parts: int, block: tuple[int, int] | None, facts: list[str]
+) -> None:
+    (fault,) = kernel_faults(plan(parts, block))
+    for fact in ("by hand:1", "layers.0.fused", "cuda", *facts):
+        assert fact in str(fault), (fact, str(fault))
+    assert kernel_faults(plan(parts, block, "cuda:1"))
+    assert kernel_faults(plan(parts, block, "cpu")) == []
+    if HAS_TRITON:
+        with pytest.raises(FeatureUnsupported):
+            launch(parts, block)
+
+
+def test_only_a_gemm_that_knows_its_parts_is_limited() -> None:
+    assert kernel_faults(plan(5, None, lora=False)) == []
+    assert kernel_faults(plan(5, (128, 128), lora=False))
+    both = [str(fault) for fault in kernel_faults(plan(5, (128, 16)))]
+    assert len(both) == 2, both
+
+
+class Many(nn.Module):
+    """Two layers with five projections of the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = "abcde"
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(32, 32, bias=False) for name in names}) for _ in "12"
+        )
+        self.config = SimpleNamespace(model_type="many", width=32, depth=2)
+
+
+def test_wrap_on_a_gpu_refuses_and_leaves_the_module_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "many.yaml"
+    file.write_text(MANY)
+    module = Many()
+    kinds = [type(child) for child in module.modules()]
+    monkeypatch.setattr(api, "_single_device", lambda module: torch.device("cuda:0"))
+    with pytest.raises(FeatureUnsupported, match="fuses more projections") as caught:
+        lc.wrap(module, architecture=file)
+    assert (caught.value.file, caught.value.line) == (str(file), 6)
+    assert caught.value.where == "layers.0.fused and 1 more like it"
+    assert [type(child) for child in module.modules()] == kinds
+
+    file.write_text(MANY.replace("fuse: true", "fuse: false"))  # what the fix says
+    faults: list[Any] = []
+    monkeypatch.setattr(api, "_storages", lambda plan, *_: faults.append(kernel_faults(plan)) or {})
+    monkeypatch.setattr(api, "_assemble", lambda *_, **__: None)
+    lc.wrap(module, architecture=file)
+    assert faults == [[]]
+
+
+@pytest.mark.parametrize("sites", ["all", "touched"])
+def test_check_for_a_gpu_names_the_sites_whose_scales_cannot_be_tiled(
+    sites: str,
+    deployment: Site,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def encode(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith("_proj.weight")]:
+            tensors[key], tensors[f"{key}_scale_inv"] = quantise(tensors[key].float(), (128, 16))
+
+    deployment.edit_tensors(encode)
+    quantization = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 16],
+    }  # fmt: skip
+    deployment.edit_json("model/config.json", lambda c: c.update(quantization_config=quantization))
+
+    def on(device: str) -> list[LoraCompileError]:
+        def change(data: dict[str, Any]) -> None:
+            data["quantization"].update(scheme="auto")
+            data["runtime"].update(device=device, sites=sites)
+
+        deployment.write(change)
+        try:
+            prepare(deployment.file, convert=False, progress=lambda text: None)
+        except LoraCompileError as error:
+            return list(getattr(error, "faults", (error,)))
+        return []
+
+    assert on("cpu") == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    faults = on("cuda")
+    roles = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    lines = (SHIPPED / "llama.yaml").read_text().splitlines()
+    assert len(faults) == len(roles)
+    for fault, role in zip(faults, roles, strict=True):
+        assert isinstance(fault, FeatureUnsupported)
+        assert fault.where is not None
+        assert fault.where.endswith(f".{role} and 1 more like it")
+        assert fault.line is not None
+        assert f"name: {role}" in lines[fault.line]  # the line after `- kind: linear`
+        assert fault.file is not None
+        assert fault.file.endswith("llama.yaml")
