@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 import lora_compile as lc
+from lora_compile import torch_compat
 from tests.runtime.conftest import Served
 from tests.tiny import llama, make_adapter, peft_logits, prompts, relative
 
@@ -115,17 +116,44 @@ def test_padding_does_not_matter(served: Served, side: str, seed: int) -> None:
 
 # Under FP8 a flipped code may send beam search down another branch, so the scheme is none.
 @pytest.mark.parametrize("served", ["none"], indirect=True)
-def test_beams_expand_the_map_with_the_rows(served: Served, seed: int) -> None:
-    """Two beams: each row's result is that of PEFT's beam search on the row alone."""
-    names = [served.names[2], None]
+@pytest.mark.parametrize("returned", [1, 2])
+def test_beams_expand_the_map_with_the_rows(served: Served, returned: int, seed: int) -> None:
+    """Two beams: each row's results are those of PEFT's beam search on the row alone, and other
+    adapters on the same rows recompile nothing."""
     ids = prompts(seed, 2, 8)
-    settings = {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
-    found = served.model.generate(
-        ids, adapters=names, attention_mask=torch.ones_like(ids), **settings
-    )
-    for row, name in enumerate(names):
-        expected = _peft_generate(served, name, ids[row : row + 1], settings)
-        assert torch.equal(found[row : row + 1], expected)
+    mask = torch.ones_like(ids)
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "num_beams": 2, "do_sample": False}
+    settings["num_return_sequences"] = returned
+    model = served.model
+    model.generate(ids, attention_mask=mask, **settings)
+    for names in ([served.names[2], None], [None, served.names[3]]):
+        with torch_compat.fail_on_recompile():
+            found = model.generate(ids, adapters=names, attention_mask=mask, **settings)
+        assert found.shape[0] == 2 * returned
+        for row, name in enumerate(names):
+            expected = _peft_generate(served, name, ids[row : row + 1], settings)
+            assert torch.equal(found[row * returned : (row + 1) * returned], expected)
+
+
+@pytest.mark.parametrize("served", ["none"], indirect=True)
+def test_prompts_of_unequal_length_generate_what_each_gives_alone(
+    served: Served, seed: int
+) -> None:
+    """Left padding: each row's tokens are PEFT's for the unpadded prompt."""
+    names = [None, served.names[1], served.names[4]]
+    ids = prompts(seed, 3, 10)
+    mask = torch.ones_like(ids)
+    lengths = [10, 6, 8]
+    for row, length in enumerate(lengths):
+        ids[row, : 10 - length] = 0
+        mask[row, : 10 - length] = 0
+    # A row that met its end would be padded to its neighbours' length.
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    found = served.model.generate(ids, adapters=names, attention_mask=mask, **settings)
+    for row, (name, length) in enumerate(zip(names, lengths, strict=True)):
+        alone = ids[row : row + 1, 10 - length :]
+        expected = _peft_generate(served, name, alone, settings)
+        assert torch.equal(found[row, 10:], expected[0, length:])
 
 
 def _peft_generate(
