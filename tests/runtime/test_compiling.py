@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import lora_compile as lc
 from lora_compile import torch_compat
@@ -150,6 +151,47 @@ def test_an_adapter_on_lm_head(tmp_path: Path, keep: int) -> None:
     with torch.no_grad():
         base = plain(ids, logits_to_keep=keep).logits
     assert relative(found[::2], base[::2]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "tied"),
+    [
+        ("none", torch.bfloat16, False),
+        ("fp8_block", torch.bfloat16, True),
+        ("fp8_block", torch.float32, False),
+    ],
+)
+def test_an_adapter_on_lm_head_alone(
+    scheme: str, dtype: torch.dtype, tied: bool, tmp_path: Path
+) -> None:
+    """In any dtype and scheme the kept token's logits are the last of all, and the change of a row
+    is B A times the hidden state that the base row of the same prompt has."""
+    plain = llama(15, tie_word_embeddings=tied).to(dtype)
+    path = make_adapter(plain, tmp_path / "head", targets=("lm_head",), seed=3, strength=60.0)
+    model = lc.wrap(plain, quantization=scheme, adapters={"x": path}).compile()
+    ids = prompts(5, 1, 9).expand(2, 9).contiguous()
+    every, kept = (
+        model(ids, adapters=["x", None], logits_to_keep=keep, use_cache=False).logits.float()
+        for keep in (0, 1)
+    )
+    step = 2 * torch.finfo(dtype).eps * float(every.abs().max())
+    assert float((kept - every[:, -1:]).abs().max()) <= step
+    base = model(ids, logits_to_keep=1, use_cache=False).logits.float()
+    assert torch.equal(kept[1], base[1])
+
+    hidden: list[torch.Tensor] = []
+    head = model.module.get_submodule("lm_head")
+    hook = head.register_forward_pre_hook(lambda _, args: hidden.append(args[0].float()))
+    model.compile("off")(ids, logits_to_keep=1)
+    hook.remove()
+    saved = load_file(path / "adapter_model.safetensors")
+    a, b = (next(t.float() for key, t in saved.items() if f"lora_{x}" in key) for x in ("A", "B"))
+    delta = hidden[0][1] @ a.T @ b.T
+    assert float(delta.abs().max()) > 10 * step
+    found = kept[0] - kept[1]
+    # Eager and compiled hidden states differ by flipped codes under FP8.
+    slack = 1e-2 if scheme == "none" else 1e-1
+    assert float((found - delta).abs().max()) <= step + slack * float(delta.abs().max())
 
 
 def test_a_tied_head_and_its_embedding_are_two_sites(tmp_path: Path) -> None:
