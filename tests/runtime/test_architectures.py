@@ -88,7 +88,7 @@ def test_rslora_of_odd_rank_on_a_quantised_base(tmp_path: Path, seed: int) -> No
     ids = prompts(seed, 1, 9)
     found = model(ids, adapters=["a"]).logits
     assert relative(found, peft_logits(fake_quantise(plain), path, ids)) <= 1e-1
-    site = model.module.get_submodule("model.layers.0.mlp.down_proj")
+    site = model.module.get_submodule("model.layers.0.mlp.down_proj.site")
     assert float(site.lora_scale[0, 0]) == pytest.approx(6.0)
 
 
