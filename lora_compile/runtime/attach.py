@@ -10,7 +10,7 @@ same tensors, which is how the passes know that they belong together.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from lora_compile.errors import FeatureUnsupported
 from lora_compile.ops.rows import uses_token_map
 from lora_compile.planning.plan import Plan, SitePlan
 from lora_compile.runtime.rows import RowMaps
+
+SLOT_NAMES = tuple(field.name for field in fields(SlotTensors))
+"""In the order in which markers take them."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,28 @@ class SiteStorage:
 class RowBuffers(nn.Module):
     """The row maps as buffers, shared by every site of one model. Never called."""
 
+    seq_slot: torch.Tensor
+    seq_scale: torch.Tensor
+    token_slot: torch.Tensor
+    token_scale: torch.Tensor
+
     def __init__(self, rows: RowMaps) -> None:
         super().__init__()
         self.packed = rows.packed
         for name, tensor in rows.tensors().items():
             _buffer(self, name, tensor)
+
+    def maps(self, dim: int) -> list[torch.Tensor]:
+        """The maps as markers take them, for an input of `dim` dimensions.
+
+        Only the map that the marker will read is touched, and stands in for the other one: Dynamo
+        guards each buffer that it sees at each of the hundreds of projections.
+        """
+        if uses_token_map(dim, self.packed):
+            slot, scale = self.token_slot, self.token_scale
+        else:
+            slot, scale = self.seq_slot, self.seq_scale
+        return [slot, scale, slot, scale]
 
 
 class SiteBuffers(nn.Module):
@@ -55,26 +75,29 @@ class SiteBuffers(nn.Module):
     def __init__(self, site: SitePlan, storage: SiteStorage, rows: RowBuffers) -> None:
         super().__init__()
         self.quant = site.quant.model_dump_json()
-        self.has_slots = storage.slots is not None
         self.aux_names = site.quant.aux_names
+        self.slot_names = SLOT_NAMES if storage.slots is not None else ()
         self.rows = rows
         _buffer(self, "weight", storage.weight)
         for name, tensor in zip(self.aux_names, storage.aux, strict=True):
             _buffer(self, name, tensor)
         _buffer(self, "bias", storage.bias)
-        if storage.slots is not None:
-            for name in ("lora_A", "lora_B", "lora_scale", "lora_rank"):
-                _buffer(self, name, getattr(storage.slots, name))
+        for name in self.slot_names:
+            _buffer(self, name, getattr(storage.slots, name))
+
+    def named(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """The buffers of these names, in their order."""
+        found = []
+        for name in names:  # Dynamo traces a comprehension as one more call, at every projection
+            found.append(getattr(self, name))
+        return found
 
 
-class SiteLinear(nn.Module):
-    """One part of a linear site. Its forward is one marker."""
+class SiteModule(nn.Module):
+    """A projection or an embedding of a site, in the place of the model's own module."""
 
-    def __init__(self, site: SitePlan, part: int, buffers: SiteBuffers) -> None:
+    def __init__(self, buffers: SiteBuffers) -> None:
         super().__init__()
-        self.in_features = site.in_features
-        self.out_features = site.parts[part].out_features
-        self.part = part
         self.site = buffers
 
     @property
@@ -82,30 +105,28 @@ class SiteLinear(nn.Module):
         """The packed weight of the whole site, for code that asks for its device or dtype."""
         return self.site.get_buffer("weight")
 
+
+class SiteLinear(SiteModule):
+    """One part of a linear site. Its forward is one marker."""
+
+    def __init__(self, site: SitePlan, part: int, buffers: SiteBuffers) -> None:
+        super().__init__(buffers)
+        self.in_features = site.in_features
+        self.out_features = site.parts[part].out_features
+        self.part = part
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        site, rows = self.site, self.site.rows
-        aux = []
-        for name in site.aux_names:
-            aux.append(getattr(site, name))  # Dynamo would inline a comprehension as a call
-        adapter = []
-        if site.has_slots:
-            adapter = [site.lora_A, site.lora_B, site.lora_scale, site.lora_rank]
-        # Only the map that the marker will read is touched, and stands in for the other one:
-        # Dynamo guards each buffer that it sees at each of the hundreds of projections.
-        if uses_token_map(x.dim(), rows.packed):
-            slot, scale = rows.token_slot, rows.token_scale
-        else:
-            slot, scale = rows.seq_slot, rows.seq_scale
+        site = self.site
         output: torch.Tensor = torch.ops.lora_compile.site_linear(
             x,
             site.weight,
-            aux,
+            site.named(site.aux_names),
             site.bias,
-            adapter,
-            [slot, scale, slot, scale],
+            site.named(site.slot_names),
+            site.rows.maps(x.dim()),
             self.part,
             site.quant,
-            rows.packed,
+            site.rows.packed,
         )
         return output
 
@@ -113,28 +134,22 @@ class SiteLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, part={self.part}"
 
 
-class SiteEmbedding(nn.Module):
+class SiteEmbedding(SiteModule):
     """An embedding site. Its forward is one marker."""
 
     def __init__(self, site: SitePlan, buffers: SiteBuffers) -> None:
-        super().__init__()
+        super().__init__(buffers)
         self.num_embeddings = site.out_features
         self.embedding_dim = site.in_features
-        self.site = buffers
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The table, for code that asks for its device or dtype."""
-        return self.site.get_buffer("weight")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        site, rows = self.site, self.site.rows
-        if uses_token_map(ids.dim() + 1, rows.packed):
-            slot, scale = rows.token_slot, rows.token_scale
-        else:
-            slot, scale = rows.seq_slot, rows.seq_scale
+        site = self.site
         output: torch.Tensor = torch.ops.lora_compile.site_embedding(
-            ids, site.weight, [], [slot, scale, slot, scale], rows.packed
+            ids,
+            site.weight,
+            site.named(site.slot_names),
+            site.rows.maps(ids.dim() + 1),
+            site.rows.packed,
         )
         return output
 

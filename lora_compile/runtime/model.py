@@ -67,15 +67,11 @@ class LoraModel:
         self._lock = threading.RLock()
         self._binding: RowBinding | None = None
         self._forward = _with_own_code(module.forward)
-        first = next(m for m in module.modules() if isinstance(m, SiteLinear))
+        site = next(m for m in module.modules() if isinstance(m, SiteLinear)).site
         self._witnesses = [
-            (owner, name, getattr(owner, name))
-            for owner, name in (
-                (first.site, "weight"),
-                (first.site, "lora_A"),
-                (first.site.rows, "seq_slot"),
-            )
-            if hasattr(owner, name)
+            (owner, name, tensor)
+            for owner in (site, site.rows)
+            for name, tensor in owner.named_buffers(recurse=False)
         ]
         self._breaks_before = torch_compat.graph_breaks()
         self._signature = inspect.signature(module.forward)

@@ -15,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from lora_compile.checkpoints.readers import fp8_block
 from tests.tiny import llama, make_adapter
 
 DEPLOYMENT: dict[str, Any] = {
@@ -58,6 +59,22 @@ class Site:
         tensors = load_file(path)
         change(tensors)
         save_file(tensors, path, metadata={"format": "pt"})
+
+    def quantise(self, block_shape: tuple[int, int]) -> None:
+        """Rewrite the checkpoint as DeepSeek-style block FP8, to be read as it is."""
+
+        def encode(tensors: dict[str, torch.Tensor]) -> None:
+            for key in [key for key in tensors if key.endswith("_proj.weight")]:
+                codes, scale = fp8_block.quantise(tensors[key].float(), block_shape)
+                tensors[key], tensors[f"{key}_scale_inv"] = codes, scale
+
+        self.edit_tensors(encode)
+        quantization = {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": list(block_shape),
+        }  # fmt: skip
+        self.edit_json("model/config.json", lambda c: c.update(quantization_config=quantization))
+        self.write(lambda data: data["quantization"].update(scheme="auto"))
 
     def edit_json(self, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
         path = self.folder / name

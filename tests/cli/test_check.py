@@ -156,27 +156,8 @@ def test_an_unknown_architecture_gets_a_skeleton(site: Site) -> None:
     assert "sites:" in str(fault)
 
 
-def fp8_checkpoint(site: Site) -> None:
-    """Rewrite the checkpoint as DeepSeek-style block FP8."""
-    from lora_compile.checkpoints.readers.fp8_block import quantise
-
-    def encode(tensors: dict[str, torch.Tensor]) -> None:
-        for key in [k for k in tensors if k.endswith("_proj.weight")]:
-            codes, scale = quantise(tensors[key].float(), (128, 128))
-            tensors[key] = codes
-            tensors[f"{key}_scale_inv"] = scale
-
-    site.edit_tensors(encode)
-    quantization = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }  # fmt: skip
-    site.edit_json("model/config.json", lambda c: c.update(quantization_config=quantization))
-    site.write(lambda data: data["quantization"].update(scheme="auto"))
-
-
 def test_a_quantised_checkpoint_is_read_as_it_is(site: Site) -> None:
-    fp8_checkpoint(site)
+    site.quantise((128, 128))
     plan = good(site).plan
     assert plan.scheme == "fp8_block"
     assert sum(s.quant.scheme == "fp8_block" for s in plan.sites) == 8
@@ -193,7 +174,7 @@ def test_a_quantised_checkpoint_is_read_as_it_is(site: Site) -> None:
     ids=["shape", "nan", "missing", "leftover"],
 )
 def test_bad_scales(site: Site, change: Any, kind: str, fact: str) -> None:
-    fp8_checkpoint(site)
+    site.quantise((128, 128))
     key = "model.layers.1.mlp.down_proj.weight_scale_inv"
     site.edit_tensors(lambda tensors: change(tensors, key))
     fault = faults_of(site.file)[0]
@@ -212,7 +193,7 @@ def test_a_scheme_without_a_reader_is_refused_with_the_list_of_those_that_have(s
 
 
 def test_a_quantised_checkpoint_is_not_requantised(site: Site) -> None:
-    fp8_checkpoint(site)
+    site.quantise((128, 128))
     site.write(lambda data: data["quantization"].update(scheme="none"))
     fault = only_fault(site.file, "SchemeUnsupported", "scheme: auto")
     assert fault.where == "quantization.scheme"

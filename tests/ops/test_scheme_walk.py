@@ -143,7 +143,7 @@ def test_the_walk_notices_what_it_cannot_vouch_for(
         walk(new, kind, seed)
     with pytest.raises(FeatureUnsupported, match="scheme 'fp8_block' transforms the input"):
         walk(whole.model_copy(update={"input_transforms": ("g_idx",)}), kind, seed)
-    unquantised = ORACLES["fp8_block"], lambda x, _: x.double()
-    monkeypatch.setitem(ORACLES, "fp8_block", replace(unquantised[0], activation=unquantised[1]))
+    unquantised = replace(ORACLES["fp8_block"], activation=lambda x, _: x.double())
+    monkeypatch.setitem(ORACLES, "fp8_block", unquantised)
     with pytest.raises(AssertionError):
         walk(whole, kind, seed)

@@ -147,16 +147,7 @@ def test_check_for_a_gpu_names_the_sites_whose_scales_cannot_be_tiled(
     deployment: Site,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def encode(tensors: dict[str, torch.Tensor]) -> None:
-        for key in [key for key in tensors if key.endswith("_proj.weight")]:
-            tensors[key], tensors[f"{key}_scale_inv"] = quantise(tensors[key].float(), (128, 16))
-
-    deployment.edit_tensors(encode)
-    quantization = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-        "weight_block_size": [128, 16],
-    }  # fmt: skip
-    deployment.edit_json("model/config.json", lambda c: c.update(quantization_config=quantization))
+    deployment.quantise((128, 16))
 
     def on(device: str) -> list[LoraCompileError]:
         def change(data: dict[str, Any]) -> None:

@@ -8,35 +8,19 @@ import pytest
 import torch
 
 from lora_compile.adapters.canonical import CanonicalAdapter
-from lora_compile.adapters.peft_reader import read_adapter
-from lora_compile.planning.plan import SitePlan
-from lora_compile.runtime.site_gate import GateResult, GateRow, SiteGate
-from tests.fake_quant import decode_block_fp8
+from lora_compile.runtime.site_gate import GateResult, GateRow
+from tests.gate import gate_rows, judge
 from tests.runtime.conftest import Served
 from tests.tiny import llama, prompts
 
 
 def gate(served: Served, rows: list[GateRow], ids: torch.Tensor, seed: int) -> GateResult:
-    """Run the compiled model once under the gate, with all ranks mixed."""
-    weights = dict(llama(seed).named_parameters())
-
-    def dense(site: SitePlan, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = weights[f"{site.parts[index].module}.weight"].detach()
-        return (decode_block_fp8(weight) if site.quant.scheme == "fp8_block" else weight), None
-
-    model = served.model
-    made = SiteGate(model.plan, model.module, dense, rows)
-    model.backend.intercept = made
-    try:
-        model(ids, adapters=served.mixed)
-    finally:
-        model.backend.intercept = None
-    return made.result
+    """With all ranks mixed."""
+    return judge(served.model, llama(seed), rows, ids, served.mixed)
 
 
 def right_rows(served: Served) -> list[GateRow]:
-    read = {name: read_adapter(path, served.model.plan) for name, path in served.paths.items()}
-    return [GateRow(None if name is None else read[name], 1.0) for name in served.mixed]
+    return gate_rows(served.model, served.paths, served.mixed)
 
 
 def test_every_site_is_right_to_1e_5(served: Served, seed: int) -> None:
