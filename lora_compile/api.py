@@ -16,7 +16,7 @@ from lora_compile.checkpoints.other import load_other
 from lora_compile.checkpoints.packing import pack_site
 from lora_compile.checkpoints.source import ModuleWeights, WeightSource
 from lora_compile.checkpoints.survey import Survey
-from lora_compile.errors import FaultList, InvalidValue, LoraCompileError
+from lora_compile.errors import FaultList, InvalidValue
 from lora_compile.planning.build import build_plan, find_sites
 from lora_compile.planning.kernel_limits import kernel_faults
 from lora_compile.planning.meta_model import DTYPES
@@ -81,12 +81,10 @@ def load_prepared(
     progress("loading adapters")
     faults = FaultList()
     for adapter in prepared.adapters:
-        try:
+        with faults.collecting():
             model.adapters.load(
                 adapter.name, adapter.path, scale=adapter.scale, pinned=adapter.pinned
             )
-        except LoraCompileError as error:
-            faults.add(error)
     faults.raise_if_any()
     return model
 
@@ -129,10 +127,7 @@ def wrap(
     dtype = _dtype_name(module)
     found = find_sites(loaded, config, module)
     source = ModuleWeights(module)
-    faults = FaultList()
-    surveyed = survey_checkpoint(source, found, module, loaded.value, faults)
-    faults.raise_if_any()
-    assert surveyed is not None
+    surveyed = survey_checkpoint(source, found, module, loaded.value)
     device = _single_device(module)
     plan = build_plan(
         loaded,
@@ -149,13 +144,12 @@ def wrap(
         packed=packed,
         has_slots=lambda _: True,
     )
+    faults = FaultList()
     for fault in kernel_faults(plan):
         faults.add(fault)
     for path in (adapters or {}).values():
-        try:
+        with faults.collecting():
             inspect_adapter(path, plan)
-        except LoraCompileError as error:
-            faults.add(error)
     faults.raise_if_any()
     storages = _storages(plan, source, surveyed, None)
     module.eval()

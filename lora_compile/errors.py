@@ -7,7 +7,8 @@ them together, so that one run shows every fault.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -89,6 +90,14 @@ class FaultList:
 
     def add(self, error: LoraCompileError) -> None:
         self.faults.extend(error.faults if isinstance(error, Faults) else [error])
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Add the errors of a block of code instead of raising them."""
+        try:
+            yield
+        except LoraCompileError as error:
+            self.add(error)
 
     def __bool__(self) -> bool:
         return bool(self.faults)

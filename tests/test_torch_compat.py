@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +104,46 @@ def test_backend_error_unwraps_what_a_backend_raised() -> None:
 def test_triton_kernels_of_finds_the_kernels_in_an_ops_body() -> None:
     for op in ("lora_shrink", "linear_lora", "fp8_block_linear_lora", "quantize_fp8_group"):
         assert torch_compat.triton_kernels_of(f"lora_compile::{op}"), op
+
+
+def test_uncompile_undoes_compile() -> None:
+    calls: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        calls.append(1)
+        return gm.forward
+
+    module = torch.nn.Linear(2, 2)
+    module.compile(backend=backend)
+    torch_compat.uncompile(module)
+    module(torch.ones(1, 2))
+    assert calls == []
+
+
+def test_op_packet_is_the_same_of_every_overload() -> None:
+    packet = torch.ops.aten.add
+    assert torch_compat.op_packet(packet.Tensor) is packet
+    assert torch_compat.op_packet(packet.Scalar) is packet
+    assert torch_compat.op_packet(packet) is packet
+
+
+def test_check_value_raises_value_errors() -> None:
+    torch_compat.check_value(True, lambda: "unused")
+    with pytest.raises(ValueError, match="too many"):
+        torch_compat.check_value(False, lambda: "too many")
+
+
+def test_private_names_of_torch_are_in_one_module() -> None:
+    root = Path(torch_compat.__file__).parent
+    private = re.compile(r"\btorch(?:\.\w+)*\._(?!_)\w+")
+    found = [
+        f"{path.relative_to(root)}: {match}"
+        for folder in (root, root / "schemas", root / "passes")
+        for path in sorted(folder.rglob("*.py"))
+        if path.name != "torch_compat.py"
+        for match in private.findall(path.read_text())
+    ]
+    assert found == []
 
 
 def test_importing_the_package_does_not_import_torch() -> None:

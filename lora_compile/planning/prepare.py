@@ -14,36 +14,36 @@ from typing import Any
 import torch
 from torch import nn
 
+from lora_compile.adapters.peft_config import load_config
 from lora_compile.adapters.peft_reader import inspect_adapter
 from lora_compile.adapters.report import AdapterReport
 from lora_compile.adapters.slots import RANK_STEP
-from lora_compile.checkpoints.gguf import ensure_converted, find_converted, resolve_package_file
 from lora_compile.checkpoints.index import CheckpointIndex
 from lora_compile.checkpoints.readers import READERS
 from lora_compile.checkpoints.source import ModuleWeights
 from lora_compile.checkpoints.survey import ModuleFormat, Survey, survey
 from lora_compile.errors import (
     FaultList,
-    FeatureUnsupported,
     FileMissing,
     LoraCompileError,
     SchemeUnsupported,
 )
 from lora_compile.passes.insert_lora import LOWERINGS
 from lora_compile.planning.build import FoundSite, build_plan, find_sites
-from lora_compile.planning.kernel_limits import kernel_faults
-from lora_compile.planning.meta_model import DTYPES, meta_model, read_config
-from lora_compile.planning.plan import ModelDtype, Plan, SlotPlan
-from lora_compile.schemas.architecture import (
-    ArchitectureSchema,
-    find_architecture,
-    load_architecture,
+from lora_compile.planning.inputs import (
+    Progress,
+    architecture_of,
+    model_files,
+    refuse_features,
+    resolve_device,
 )
+from lora_compile.planning.kernel_limits import kernel_faults
+from lora_compile.planning.meta_model import meta_model, read_config
+from lora_compile.planning.plan import ModelDtype, Plan, SlotPlan
+from lora_compile.schemas.architecture import ArchitectureSchema
 from lora_compile.schemas.deployment import Deployment, load_deployment, resolve_path
 from lora_compile.schemas.quant_scheme import QuantScheme, detect_scheme, find_scheme
 from lora_compile.schemas.yaml_file import Loaded
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -86,48 +86,56 @@ def prepare(path: str | Path, *, convert: bool, progress: Progress) -> Prepared:
         progress: called with a line of text before each long step.
 
     Raises:
-        LoraCompileError: the fault, or several as `Faults`.
+        LoraCompileError: the fault, or several as `Faults`. Of what stands on a fault (the plan on
+            the model, where an adapter goes on the plan) as much is checked as stands without it.
     """
     deployment = load_deployment(path)
-    _refuse_features(deployment)
+    faults = FaultList()
+    refuse_features(deployment, faults)
+    device = "cpu"
+    with faults.collecting():
+        device = resolve_device(deployment)
     progress("reading the model's config")
-    model_path, gguf_file = _model_files(deployment, convert, progress)
-    notes = []
-    if gguf_file is not None:
-        notes.append(f"{gguf_file} is not converted yet: its tensors are checked when it is loaded")
-    config = read_config(model_path, gguf_file=gguf_file)
-    architecture = _architecture(deployment, config, model_path)
-    module = meta_model(config, deployment.value.model.dtype)
-    found = find_sites(architecture, config, module)
+    model = None
+    with faults.collecting():
+        model = _read_model(deployment, convert and not faults, progress)
 
     progress("reading tensor headers")
-    faults = FaultList()
-    checkpoint = None if gguf_file else CheckpointIndex.open(model_path)
-    surveyed = None
-    if checkpoint is not None:
-        surveyed = survey_checkpoint(checkpoint, found, module, architecture.value, faults)
-    faults.raise_if_any()
-    formats = surveyed.formats if surveyed is not None else _dense_formats(deployment, found)
+    checkpoint = surveyed = None
+    if model is not None and model.gguf_file is None:
+        with faults.collecting():
+            checkpoint = CheckpointIndex.open(model.path)
+            architecture = model.architecture.value
+            surveyed = survey_checkpoint(checkpoint, model.found, model.module, architecture)
 
-    def plan_with(has_slots: Callable[[str], bool]) -> Plan:
-        return _plan(deployment, architecture, found, formats, config, has_slots)
+    def plan_with(has_slots: Callable[[str], bool]) -> Plan | None:
+        if model is None:
+            return None
+        formats = _dense_formats(deployment, model.found) if surveyed is None else surveyed.formats
+        with faults.collecting():
+            return _plan(deployment, model, formats, device, has_slots)
+        return None
 
     progress("checking adapters")
     plan = plan_with(lambda module: True)
     adapters = _adapters(deployment, plan, faults)
-    if deployment.value.runtime.sites == "touched":
-        faults.raise_if_any()  # An adapter at fault leaves open which sites are touched.
+    if plan is not None and not faults and deployment.value.runtime.sites == "touched":
         touched = _touched(plan, adapters)
         plan = plan_with(lambda module: module in touched)
-    for fault in kernel_faults(plan):
+    for fault in kernel_faults(plan) if plan is not None else ():
         faults.add(fault)
     faults.raise_if_any()
+    assert model is not None
+    assert plan is not None
+    gguf_file, notes = model.gguf_file, []
+    if gguf_file is not None:
+        notes.append(f"{gguf_file} is not converted yet: its tensors are checked when it is loaded")
     return Prepared(
         deployment=deployment,
-        architecture=architecture,
-        model_path=model_path / gguf_file if gguf_file else model_path,
-        config=config,
-        module=module,
+        architecture=model.architecture,
+        model_path=model.path / gguf_file if gguf_file else model.path,
+        config=model.config,
+        module=model.module,
         checkpoint=checkpoint,
         survey=surveyed,
         plan=plan,
@@ -136,80 +144,26 @@ def prepare(path: str | Path, *, convert: bool, progress: Progress) -> Prepared:
     )
 
 
-def _refuse_features(deployment: Loaded[Deployment]) -> None:
-    if deployment.value.runtime.mode != "default":
-        raise FeatureUnsupported(
-            "CUDA graphs are not supported yet",
-            file=deployment.source.file,
-            line=deployment.source.line(("runtime", "mode")),
-            where="runtime.mode",
-            expected="default",
-            found=deployment.value.runtime.mode,
-            fix="leave runtime.mode out; the model is compiled without CUDA graphs",
-        )
-    features = deployment.value.runtime.features
-    if features != "auto" and features:
-        raise FeatureUnsupported(
-            f"adapter features are not supported yet: {', '.join(features)}",
-            file=deployment.source.file,
-            line=deployment.source.line(("runtime", "features")),
-            where="runtime.features",
-            expected="auto, or an empty list",
-            found=list(features),
-            fix="plain LoRA on linear projections is served; adapters that need more are refused "
-            "when they are checked",
-        )
+@dataclass(frozen=True)
+class _Model:
+    """A model's files, its tree on the meta device, and its sites."""
+
+    path: Path
+    """The checkpoint directory, or the folder of a GGUF file that is not converted."""
+    gguf_file: str | None
+    config: Any
+    architecture: Loaded[ArchitectureSchema]
+    module: nn.Module
+    found: list[FoundSite]
 
 
-def _model_files(
-    deployment: Loaded[Deployment], convert: bool, progress: Progress
-) -> tuple[Path, str | None]:
-    """(checkpoint directory, None), or (folder, GGUF file name) where it is not converted."""
-    model = deployment.value.model
-    place: dict[str, Any] = {
-        "file": deployment.source.file,
-        "line": deployment.source.line(("model", "path")),
-        "where": "model.path",
-    }
-    try:
-        if model.package is not None:
-            path = resolve_package_file(model.package, model.path)
-        else:
-            path = resolve_path(deployment.source.file, model.path)
-    except FileMissing as error:
-        raise FileMissing(
-            error.message, **place, expected=error.expected, found=error.found, fix=error.fix
-        ) from error
-    if not path.exists():
-        raise FileMissing(
-            f"the model is not there: {path}",
-            **place,
-            expected="a Hugging Face checkpoint directory or a .gguf file",
-            found="nothing",
-            fix="relative paths are relative to the deployment file's folder",
-        )
-    if path.suffix != ".gguf":
-        return path, None
-    dtype = DTYPES[model.dtype]
-    converted = find_converted(path, dtype=dtype, cache_dir=None)
-    if converted is None and convert:
-        converted = ensure_converted(path, dtype=dtype, cache_dir=None, progress=progress)
-    return (path.parent, path.name) if converted is None else (converted, None)
-
-
-def _architecture(
-    deployment: Loaded[Deployment], config: Any, model_path: Path
-) -> Loaded[ArchitectureSchema]:
-    name = deployment.value.model.architecture
-    if name == "auto":
-        return find_architecture(config.model_type, file=model_path / "config.json")
-    return load_architecture(
-        name,
-        folder=Path(deployment.source.file).parent,
-        file=deployment.source.file,
-        line=deployment.source.line(("model", "architecture")),
-        where="model.architecture",
-    )
+def _read_model(deployment: Loaded[Deployment], convert: bool, progress: Progress) -> _Model:
+    path, gguf_file = model_files(deployment, convert, progress)
+    config = read_config(path, gguf_file=gguf_file)
+    architecture = architecture_of(deployment, config, path)
+    module = meta_model(config, deployment.value.model.dtype)
+    found = find_sites(architecture, config, module)
+    return _Model(path, gguf_file, config, architecture, module, found)
 
 
 def survey_checkpoint(
@@ -217,24 +171,19 @@ def survey_checkpoint(
     found: list[FoundSite],
     module: nn.Module,
     architecture: ArchitectureSchema,
-    faults: FaultList,
-) -> Survey | None:
+) -> Survey:
     """Lay the checkpoint's tensors over the sites; every tensor is consumed or refused."""
     config, config_source = None, None
     if isinstance(source, CheckpointIndex):
         config, config_source = source.quantization_config, source.quantization_source
-    try:
-        return survey(
-            source,
-            [spec for site in found for spec in site.specs()],
-            require_complete(detect_scheme(config, file=config_source)),
-            quantization_config=config,
-            other=other_parameters(module, found),
-            ignored={rule.pattern: rule.why for rule in architecture.checkpoint.ignore},
-        )
-    except LoraCompileError as error:
-        faults.add(error)
-        return None
+    return survey(
+        source,
+        [spec for site in found for spec in site.specs()],
+        require_complete(detect_scheme(config, file=config_source)),
+        quantization_config=config,
+        other=other_parameters(module, found),
+        ignored={rule.pattern: rule.why for rule in architecture.checkpoint.ignore},
+    )
 
 
 def other_parameters(module: nn.Module, found: list[FoundSite]) -> dict[str, tuple[int, ...]]:
@@ -266,27 +215,21 @@ def _dense_formats(
 
 def _plan(
     deployment: Loaded[Deployment],
-    architecture: Loaded[ArchitectureSchema],
-    found: list[FoundSite],
+    model: _Model,
     formats: Mapping[str, ModuleFormat],
-    config: Any,
+    device: str,
     has_slots: Callable[[str], bool],
 ) -> Plan:
     value = deployment.value
     ignore = value.quantization.ignore
     try:
         return build_plan(
-            architecture,
-            found,
+            model.architecture,
+            model.found,
             formats,
-            model_type=config.model_type,
+            model_type=model.config.model_type,
             dtype=value.model.dtype,
-            device=resolve_device(
-                value.runtime.device,
-                file=deployment.source.file,
-                line=deployment.source.line(("runtime", "device")),
-                where="runtime.device",
-            ),
+            device=device,
             quantise_to=_target_scheme(deployment),
             keep=lambda module: is_ignored(module, ignore),
             slots=slot_plan(value.runtime.max_adapters, value.runtime.max_rank, value.model.dtype),
@@ -370,28 +313,17 @@ def is_ignored(module: str, ignore: Collection[str]) -> bool:
     return module in ignore or module.rpartition(".")[2] in ignore
 
 
-def resolve_device(device: str, **place: Any) -> str:
-    """`auto` -> `cuda` where there is one, else `cpu`."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise FeatureUnsupported(
-            "runtime.device is cuda, but torch sees no CUDA device",
-            **place,
-            expected="a CUDA build of torch and a GPU",
-            found=f"torch {torch.__version__}",
-            fix="set runtime.device: cpu or auto",
-        )
-    return device
-
-
 def _adapters(
-    deployment: Loaded[Deployment], plan: Plan, faults: FaultList
+    deployment: Loaded[Deployment], plan: Plan | None, faults: FaultList
 ) -> tuple[AdapterSource, ...]:
+    """Every adapter against the plan; without one, only that its config can be read."""
     sources = []
     for index, adapter in enumerate(deployment.value.adapters):
         try:
             path = resolve_path(deployment.source.file, adapter.path)
+            if plan is None:
+                load_config(path)
+                continue
             report = inspect_adapter(path, plan)
         except FileMissing as error:
             faults.add(

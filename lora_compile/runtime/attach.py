@@ -3,8 +3,8 @@ neutral marker.
 
 Attach decides nothing: the plan has. A projection's module is replaced by one whose forward is a
 single marker op that carries x, the part and the buffers. Dynamo lifts the buffers as graph
-inputs, so adapters can be swapped in place without a recompile. Parts of a group register the
-same tensors, which is how the passes know that they belong together.
+inputs, so adapters can be swapped in place without a recompile. Parts of a group reach
+theirs through one shared module; by the weight tensor the passes know that they belong together.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ import torch
 from lora_compile.errors import Faults, LoraCompileError
 from lora_compile.planning.prepare import Prepared, prepare
 from tests.cli.conftest import Result, Site
-from tests.tiny import llama, make_adapter
+from tests.fake_quant import fake_quantise
+from tests.tiny import llama, make_adapter, peft_logits, prompts, relative
 
 Cli = Callable[..., Result]
 
@@ -154,6 +155,70 @@ def test_an_unknown_architecture_gets_a_skeleton(site: Site) -> None:
     site.edit_json("model/config.json", lambda c: c.update(model_type="gpt_neox"))
     fault = only_fault(site.file, "ArchitectureUnknown", "gpt_neox", "llama", "schema lint")
     assert "sites:" in str(fault)
+
+
+def test_faults_of_every_room_come_together(site: Site, cli: Cli) -> None:
+    """What the deployment asks, its model, its checkpoint and its adapters, in one run."""
+
+    def spoil(data: dict[str, Any]) -> None:
+        data["runtime"]["features"] = ["dora"]
+        data["adapters"].append({"name": "b", "path": "no-such-adapter"})
+
+    site.write(spoil)
+    site.edit_tensors(lambda tensors: tensors.pop("model.layers.1.mlp.down_proj.weight"))
+    site.edit_json("adapter/adapter_config.json", lambda c: c.update(use_dora=True))
+    result = cli("check", site.file, "--json")
+    assert result.code == 1
+    text = [f"{f['error']} {f['where']} {f['message']}" for f in result.data["faults"]]
+    for wanted in ("runtime.features", "down_proj", "adapters[1].path", "use_dora"):
+        assert sum(wanted in line for line in text) == 1, (wanted, text)
+    assert len(text) == 4, text
+
+
+def test_adapters_are_looked_at_when_the_model_is_not_there(site: Site) -> None:
+    def spoil(data: dict[str, Any]) -> None:
+        data["model"]["path"] = "modle"
+        data["adapters"][0]["path"] = "adaptre"
+
+    site.write(spoil)
+    assert [fault.where for fault in faults_of(site.file)] == ["model.path", "adapters[0].path"]
+
+
+def test_nothing_is_loaded_to_find_a_fault(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lora_compile.checkpoints.index import CheckpointIndex
+
+    def load(self: object, key: str) -> torch.Tensor:
+        raise AssertionError(f"{key} was loaded")
+
+    monkeypatch.setattr(CheckpointIndex, "tensor", load)
+    site.edit_tensors(lambda tensors: tensors.update(extra=torch.ones(2)))
+    site.edit_json("adapter/adapter_config.json", lambda c: c.update(use_dora=True))
+    assert len(faults_of(site.file)) == 2
+
+
+def test_the_shipped_quickstart_is_right(cli: Cli) -> None:
+    """The deployment of the README and its two trained adapters."""
+    result = cli("check", Path(__file__).parents[2] / "configs" / "quickstart.yaml", "--json")
+    assert result.code == 0, result.err
+    assert result.data["schemes"] == {"none": 2, "fp8_block": 120}
+    assert {adapter["name"] for adapter in result.data["adapters"]} == {"pirate", "json"}
+
+
+def test_a_quantised_checkpoint_is_served_as_it_is(site: Site) -> None:
+    """Logits of transformers with the file's own decoded weights, with an adapter and without."""
+    import lora_compile as lc
+
+    oracle = fake_quantise(llama(21))
+    site.quantise((128, 128))
+    model = lc.load(site.file)
+    ids = prompts(1, 2, 9)
+    found = model(ids, adapters=["a", None]).logits
+    with torch.no_grad():
+        base = oracle(ids[1:]).logits
+    assert relative(found[1:], base) <= 1e-5
+    expected = peft_logits(oracle, site.folder / "adapter", ids[:1])
+    assert relative(found[:1], expected) <= 1e-1  # a flipped code; the site gate has the bound
+    assert relative(found[:1], model(ids).logits[:1]) > 1e-1
 
 
 def test_a_quantised_checkpoint_is_read_as_it_is(site: Site) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,25 @@ def _generates(
     return torch.equal(found[1], expected[1]) and torch.equal(found[0], base[0])
 
 
+def test_nothing_recompiles_under_fp8(adapters: dict[str, Path]) -> None:
+    model = lc.wrap(
+        llama(11), quantization="fp8_block", max_adapters=2, max_rank=16
+    ).compile()  # fmt: skip
+    ids = prompts(1, 2, 10)
+    base = model(ids, use_cache=False).logits
+    with torch_compat.fail_on_recompile():
+        seen = [base]
+        for change in (model.adapters.load, model.adapters.replace, model.adapters.replace):
+            change("x", adapters["abc"[len(seen) - 1]])
+            found = model(ids, adapters=["x", None], use_cache=False).logits
+            assert torch.equal(found[1], base[1])
+            assert all(relative(found[:1], other[:1]) > 1e-1 for other in seen)
+            seen.append(found)
+        model.adapters.unload("x")
+        assert torch.equal(model(ids, use_cache=False).logits, base)
+    assert len(model.report.graphs) == 1
+
+
 def test_generate_calls_our_graphs_once_per_step(served: Served) -> None:
     ids = prompts(3, 2, 10)
     before = served.model.report.calls
@@ -80,15 +100,19 @@ def test_generate_calls_our_graphs_once_per_step(served: Served) -> None:
     assert served.model.report.calls - before == 1 + 6
 
 
-def test_two_models_with_equal_configs_do_not_share_adapters(adapters: dict[str, Path]) -> None:
+@pytest.mark.parametrize("scope", ["whole", "layers"])
+def test_two_models_with_equal_configs_do_not_share_adapters(
+    scope: Any, adapters: dict[str, Path]
+) -> None:
     """Dynamo reuses code between backends that compare equal; ours must not."""
     plain = llama(11)
-    one = lc.wrap(copy.deepcopy(plain), adapters={"x": adapters["a"]}).compile()
-    two = lc.wrap(copy.deepcopy(plain), adapters={"x": adapters["b"]}).compile()
+    one = lc.wrap(copy.deepcopy(plain), adapters={"x": adapters["a"]}).compile(scope)
+    two = lc.wrap(copy.deepcopy(plain), adapters={"x": adapters["b"]}).compile(scope)
     ids = prompts(2, 2, 10)
     for model, path in ((one, adapters["a"]), (two, adapters["b"]), (one, adapters["a"])):
-        found = model(ids, adapters=["x", None]).logits
+        found = model(ids, adapters=["x", None], use_cache=False).logits
         assert relative(found[:1], peft_logits(plain, path, ids[:1])) <= 1e-5
+    assert one.backend != two.backend
 
 
 def test_layer_by_layer_is_whole_without_a_cache(adapters: dict[str, Path]) -> None:

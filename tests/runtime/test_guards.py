@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,58 @@ def test_a_call_inside_generate_does_not_drop_the_adapters(model: lc.LoraModel) 
     assert torch.equal(found, expected)
 
 
+def test_a_row_keeps_its_adapter_to_the_end_of_generate(
+    model: lc.LoraModel, plain: nn.Module, tmp_path: Path
+) -> None:
+    """Replaced and unloaded between its steps, by a callback of `generate`."""
+    other = make_adapter(plain, tmp_path / "other", rank=8, seed=2)
+    ids = prompts(1, 2, 8)
+
+    def scores(*processors: Any) -> torch.Tensor:
+        out = model.generate(
+            ids, adapters=["a", None], max_new_tokens=6, min_new_tokens=6, do_sample=False,
+            attention_mask=torch.ones_like(ids), logits_processor=LogitsProcessorList(processors),
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        return torch.stack(out.logits)
+
+    expected = scores()
+    steps: list[int] = []
+
+    def swap(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        steps.append(len(steps))
+        if len(steps) == 1:
+            model.adapters.replace("a", other)
+        if len(steps) == 3:
+            model.adapters.unload("a")
+        return scores
+
+    found = scores(swap)
+    assert len(steps) == 6
+    assert torch.equal(found, expected)
+    model.adapters.load("a", other)
+    assert not torch.equal(scores(), expected)
+
+
+def test_forwards_of_one_model_run_one_at_a_time(model: lc.LoraModel) -> None:
+    """Another thread's forward waits, or it would find this batch's row maps."""
+    ids = prompts(1, 2, 8)
+    expected = model(ids).logits
+    done = threading.Event()
+    found: list[torch.Tensor] = []
+
+    def forward() -> None:
+        found.append(model(ids).logits)
+        done.set()
+
+    with model.bind(ids, ["a", None]):
+        thread = threading.Thread(target=forward)
+        thread.start()
+        assert not done.wait(1.0)
+    thread.join(30)
+    assert torch.equal(found[0], expected)
+
+
 def test_nothing_runs_on_the_last_requests_adapters(model: lc.LoraModel) -> None:
     ids = prompts(1, 2, 8)
     model(ids, adapters=["a", None])
@@ -73,6 +126,20 @@ def test_an_input_that_is_a_slice_of_the_batch_is_refused(model: lc.LoraModel) -
         pytest.raises(RequestInvalid, match="fewer rows than the batch"),
     ):
         head(torch.randn(3, 256))  # (B, hidden): not one row per token
+
+
+def test_a_graph_break_is_an_error(model: lc.LoraModel) -> None:
+    norm = model.module.get_submodule("model.norm")
+    forward = norm.forward
+
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        result: torch.Tensor = forward(x)
+        return result
+
+    norm.forward = breaks  # type: ignore[assignment]
+    with pytest.raises(Exception, match="graph_break"):
+        model.compile()(prompts(1, 2, 4), adapters=["a", None])
 
 
 def test_a_cast_after_attach_is_refused(model: lc.LoraModel) -> None:

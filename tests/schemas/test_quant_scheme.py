@@ -14,7 +14,9 @@ import yaml
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from lora_compile.errors import InvalidValue, MissingKey, SchemeUnsupported
+from lora_compile.schemas.base import StrictModel
 from lora_compile.schemas.lint import lint
+from lora_compile.schemas.quant_info import ActivationInfo, PartRows, QuantInfo, ScaleInfo
 from lora_compile.schemas.quant_scheme import (
     SHIPPED,
     all_schemes,
@@ -258,6 +260,11 @@ def test_unknown_scheme_names() -> None:
     with pytest.raises(SchemeUnsupported, match="did you mean `fp8_block`") as caught:
         find_scheme("fp8-block", file="d.yaml", line=4, where="quantization.scheme")
     assert (caught.value.file, caught.value.line) == ("d.yaml", 4)
+
+
+@pytest.mark.parametrize("model", [QuantInfo, ScaleInfo, ActivationInfo, PartRows])
+def test_quant_info_has_no_defaults(model: type[StrictModel]) -> None:
+    assert [name for name, field in model.model_fields.items() if not field.is_required()] == []
 
 
 @pytest.mark.parametrize(
