@@ -92,7 +92,7 @@ def prepare(path: str | Path, *, convert: bool, progress: Progress) -> Prepared:
     deployment = load_deployment(path)
     faults = FaultList()
     refuse_features(deployment, faults)
-    device = "cpu"
+    device = "cpu"  # stands in for one that is refused, to look at the rest
     with faults.collecting():
         device = resolve_device(deployment)
     progress("reading the model's config")
