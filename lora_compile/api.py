@@ -17,7 +17,7 @@ from lora_compile.checkpoints.packing import pack_site
 from lora_compile.checkpoints.source import ModuleWeights, WeightSource
 from lora_compile.checkpoints.survey import Survey
 from lora_compile.errors import FaultList, InvalidValue
-from lora_compile.planning.build import build_plan, find_sites
+from lora_compile.planning.build import build_plan
 from lora_compile.planning.kernel_limits import kernel_faults
 from lora_compile.planning.meta_model import DTYPES
 from lora_compile.planning.plan import ModelDtype, Plan, SitePlan
@@ -30,6 +30,8 @@ from lora_compile.planning.prepare import (
     slot_plan,
     survey_checkpoint,
 )
+from lora_compile.planning.rules import find_rules
+from lora_compile.planning.sites import find_sites
 from lora_compile.runtime.attach import SiteStorage, attach
 from lora_compile.runtime.model import LoraModel
 from lora_compile.runtime.rows import RowMaps
@@ -51,7 +53,7 @@ def load(path: str | Path, *, progress: Progress = _quiet) -> LoraModel:
         LoraCompileError: what is wrong with the file, the checkpoint or an adapter; several
             faults come together as `Faults`.
     """
-    return load_prepared(prepare(path, convert=True, progress=progress), progress=progress)
+    return load_prepared(prepare(path, make=True, progress=progress), progress=progress)
 
 
 def load_prepared(
@@ -76,6 +78,7 @@ def load_prepared(
         prepared.survey.other,
         DTYPES[plan.dtype],
         device=plan.device,
+        stacks=prepared.survey.stacks,
     )
     module.to(plan.device)  # buffers: the rotary frequencies
     progress("loading adapters")
@@ -93,6 +96,7 @@ def wrap(
     module: nn.Module,
     *,
     architecture: str | Path = "auto",
+    flags: Mapping[str, bool] | None = None,
     quantization: str = "none",
     ignore: tuple[str, ...] = (),
     adapters: Mapping[str, str | Path] | None = None,
@@ -109,6 +113,7 @@ def wrap(
     Args:
         module: the model; its projections are replaced, its other parameters stay.
         architecture: `auto` (by `module.config.model_type`), a shipped name, or a YAML file.
+        flags: those of the architecture that differ from their defaults.
         quantization: a scheme to quantise the projections to, or `none`.
         ignore: module names (last component or full path) to leave unquantised.
         adapters: name -> PEFT directory, loaded at once.
@@ -125,9 +130,10 @@ def wrap(
         else load_architecture(str(architecture))
     )
     dtype = _dtype_name(module)
-    found = find_sites(loaded, config, module)
+    found = find_sites(loaded, config, module, flags)
+    rules = find_rules(loaded, config, module, flags)
     source = ModuleWeights(module)
-    surveyed = survey_checkpoint(source, found, module, loaded.value)
+    surveyed = survey_checkpoint(source, found, module, rules)
     device = _single_device(module)
     plan = build_plan(
         loaded,
@@ -143,6 +149,7 @@ def wrap(
         max_tokens=max_tokens,
         packed=packed,
         has_slots=lambda _: True,
+        kept=rules.kept,
     )
     faults = FaultList()
     for fault in kernel_faults(plan):
@@ -153,8 +160,10 @@ def wrap(
     faults.raise_if_any()
     storages = _storages(plan, source, surveyed, None)
     module.eval()
-    for name in other_parameters(module, found):
-        module.get_parameter(name).requires_grad_(False)
+    others = other_parameters(module, found)
+    for name, parameter in module.named_parameters():
+        if name in others:
+            parameter.requires_grad_(False)
     model = _assemble(module, plan, storages, when_full=when_full, wait_seconds=wait_seconds)
     for name, path in (adapters or {}).items():
         model.adapters.load(name, path)

@@ -79,11 +79,6 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.mark_dynamic(tensor, dim)
 
 
-def uncompile(module: torch.nn.Module) -> None:
-    """Undo `module.compile()`."""
-    module._compiled_call_impl = None
-
-
 def op_packet(target: object) -> object:
     """The overload packet of an op (`torch.ops.x.y` of `torch.ops.x.y.default`), else `target`."""
     return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target

@@ -1,8 +1,9 @@
 """Lower each marker to the scheme's base op and the quant-aware LoRA ops.
 
 The base GEMM reads the quantised activation; the delta reads the unquantised one. Every
-quantisation and LoRA op enters the graph here and nowhere else. Which ops a scheme lowers to is a
-table (`LOWERINGS`); a scheme without an entry is refused.
+quantisation and LoRA op enters the graph here and nowhere else. How a family of schemes is lowered
+is a table (`LOWERINGS`) by the base op that a scheme's file names; a scheme whose op has no entry
+is refused.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from lora_compile.errors import GraphInvalid, SchemeUnsupported
+from lora_compile.ops.quant import CODE_DTYPES
 from lora_compile.ops.rows import uses_token_map
 from lora_compile.passes import markers
 from lora_compile.passes.base import (
@@ -29,6 +31,7 @@ from lora_compile.passes.base import (
     value,
 )
 from lora_compile.planning.plan import SitePlan
+from lora_compile.schemas.quant_scheme import find_scheme
 
 _ops = torch.ops.lora_compile
 
@@ -38,13 +41,7 @@ def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
     nodes = calls(graph, _ops.site_linear)
     for node in nodes:
         site: SitePlan = node.meta[SITE_META]
-        lower = LOWERINGS.get(site.quant.scheme)
-        if lower is None:
-            raise SchemeUnsupported(
-                f"scheme {site.quant.scheme} of site {site.name} has no lowering",
-                expected=f"one of {', '.join(sorted(LOWERINGS))}",
-                found=site.quant.scheme,
-            )
+        lower = _lowering(site)
         marker = markers.LinearMarker.of(node)
         with graph.inserting_before(node):
             delta = _shrink(graph, marker, site) if marker.adapter else None
@@ -73,6 +70,17 @@ def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
     return len(nodes) + len(embeddings), ()
 
 
+def _lowering(site: SitePlan) -> Lowering:
+    base = find_scheme(site.quant.scheme).ops.base
+    if base not in LOWERINGS:
+        raise SchemeUnsupported(
+            f"scheme {site.quant.scheme} of site {site.name} has no lowering",
+            expected=f"a scheme of one of the base ops {', '.join(sorted(LOWERINGS))}",
+            found=base,
+        )
+    return LOWERINGS[base]
+
+
 @dataclass(frozen=True)
 class Delta:
     """The low-rank path of one site: h = s * A x, and what the expand in the GEMM needs."""
@@ -94,14 +102,14 @@ def _shrink(graph: fx.Graph, marker: markers.LinearMarker, site: SitePlan) -> De
     return Delta(h, lora_B, lora_rank, slot, per_token)
 
 
-def _lower_none(
+def _lower_plain(
     graph: fx.Graph, marker: markers.LinearMarker, delta: Delta | None, site: SitePlan
 ) -> fx.Node:
     base = (marker.x, marker.weight, marker.bias)
     if delta is None:
         return insert_call(graph, _ops.linear.default, (*base, UNSELECTED), site)
     low_rank = (delta.h, delta.lora_B, delta.lora_rank, delta.slot)
-    args = (*base, *low_rank, _part_rows(site), delta.per_token, UNSELECTED)
+    args = (*base, *low_rank, site.quant.part_rows, delta.per_token, UNSELECTED)
     return insert_call(graph, _ops.linear_lora.default, args, site)
 
 
@@ -112,27 +120,58 @@ def _lower_fp8_block(
     assert block_shape is not None
     quantise = (marker.x, activation.group, activation.min_scale, UNSELECTED)
     quantised = insert_call(graph, _ops.quantize_fp8_group.default, quantise, site)
+    layout = (site.quant.part_rows, list(block_shape), activation.group)
+    ops = (_ops.fp8_block_linear.default, _ops.fp8_block_linear_lora.default)
+    return _scaled_linear(graph, marker, delta, site, quantised, layout, ops)
+
+
+def _lower_scaled(
+    graph: fx.Graph, marker: markers.LinearMarker, delta: Delta | None, site: SitePlan
+) -> fx.Node:
+    activation = site.quant.activation
+    assert activation.dtype is not None
+    dtype = CODE_DTYPES[activation.dtype]
+    if activation.handling == "static":
+        input_scale = marker.aux[site.quant.aux_names.index("input_scale")]
+        quantise: tuple[Any, ...] = (marker.x, input_scale, dtype, UNSELECTED)
+        quantised = insert_call(graph, _ops.quantize_static.default, quantise, site)
+    else:
+        quantise = (marker.x, dtype, activation.min_scale, UNSELECTED)
+        quantised = insert_call(graph, _ops.quantize_token.default, quantise, site)
+    layout = (site.quant.part_rows, site.quant.planes)
+    ops = (_ops.scaled_linear.default, _ops.scaled_linear_lora.default)
+    return _scaled_linear(graph, marker, delta, site, quantised, layout, ops)
+
+
+def _scaled_linear(
+    graph: fx.Graph,
+    marker: markers.LinearMarker,
+    delta: Delta | None,
+    site: SitePlan,
+    quantised: fx.Node,
+    layout: tuple[Any, ...],
+    ops: tuple[Any, Any],
+) -> fx.Node:
+    """The GEMM on codes and scales; `ops` are its base form and that with a delta."""
     xq = insert_call(graph, operator.getitem, (quantised, 0), site)
     xs = insert_call(graph, operator.getitem, (quantised, 1), site)
-    (weight_scale,) = marker.aux
-    layout = (_part_rows(site), list(block_shape), activation.group)
+    weight_scale = marker.aux[site.quant.aux_names.index("weight_scale")]
     base = (xq, xs, marker.weight, weight_scale, marker.bias, *layout)
     out_dtype = value(marker.x).dtype
     if delta is None:
-        plain = (*base, out_dtype, UNSELECTED)
-        return insert_call(graph, _ops.fp8_block_linear.default, plain, site)
+        return insert_call(graph, ops[0], (*base, out_dtype, UNSELECTED), site)
     low_rank = (delta.h, delta.lora_B, delta.lora_rank, delta.slot, delta.per_token)
-    args = (*base, *low_rank, out_dtype, UNSELECTED)
-    return insert_call(graph, _ops.fp8_block_linear_lora.default, args, site)
-
-
-def _part_rows(site: SitePlan) -> list[int]:
-    return [0, *(part.rows[1] for part in site.quant.parts)]
+    return insert_call(graph, ops[1], (*base, *low_rank, out_dtype, UNSELECTED), site)
 
 
 Lowering = Callable[[fx.Graph, markers.LinearMarker, Delta | None, SitePlan], fx.Node]
 
-LOWERINGS: dict[str, Lowering] = {"none": _lower_none, "fp8_block": _lower_fp8_block}
+LOWERINGS: dict[str, Lowering] = {
+    "lora_compile::linear": _lower_plain,
+    "lora_compile::fp8_block_linear": _lower_fp8_block,
+    "lora_compile::scaled_linear": _lower_scaled,
+}
+"""Base op of a scheme (`ops.base` in its file) -> how its sites are lowered."""
 
 insert_lora = GraphPass(
     name="insert_lora",

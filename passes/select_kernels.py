@@ -7,12 +7,13 @@ be loaded, so one graph serves any mix of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import fx
 
 from lora_compile.errors import GraphInvalid
+from lora_compile.ops.forms import ATEN_OPS, KERNEL_OPS
 from lora_compile.ops.source_digest import kernel_name
 from lora_compile.passes.base import UNSELECTED, GraphContext, GraphPass
 from lora_compile.planning.plan import SitePlan
@@ -20,28 +21,6 @@ from lora_compile.schemas.quant_scheme import find_scheme
 from lora_compile.torch_compat import op_packet
 
 KernelKind = Literal["aten", "torch", "triton"]
-
-_ops = torch.ops.lora_compile
-
-KERNEL_OPS = (
-    _ops.lora_shrink,
-    _ops.linear,
-    _ops.linear_lora,
-    _ops.quantize_fp8_group,
-    _ops.fp8_block_linear,
-    _ops.fp8_block_linear_lora,
-)
-"""Every op whose last argument is `kernel`."""
-
-
-ATEN_OPS: dict[object, Any] = {
-    _ops.lora_shrink: _ops.aten_lora_shrink,
-    _ops.linear_lora: _ops.aten_linear_lora,
-    _ops.quantize_fp8_group: _ops.aten_quantize_fp8_group,
-    _ops.fp8_block_linear: _ops.aten_fp8_block_linear,
-    _ops.fp8_block_linear_lora: _ops.aten_fp8_block_linear_lora,
-}
-"""Lowered op -> the op that implements it on a CPU: the same arguments without `kernel`."""
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
+from lora_compile.ops.forms import INPUT_OPS
 from lora_compile.passes.base import GraphContext, GraphPass
 from lora_compile.torch_compat import op_packet
-
-SHAREABLE = (torch.ops.lora_compile.quantize_fp8_group, torch.ops.lora_compile.lora_shrink)
 
 
 def run(gm: fx.GraphModule, ctx: GraphContext) -> tuple[int, tuple[str, ...]]:
     first: dict[Any, fx.Node] = {}
     shared: list[str] = []
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or op_packet(node.target) not in SHAREABLE:
+        if node.op != "call_function" or op_packet(node.target) not in INPUT_OPS:
             continue
         earlier = first.setdefault((node.target, node.args), node)
         if earlier is not node:

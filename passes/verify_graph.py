@@ -8,22 +8,12 @@ import torch
 from torch import fx
 
 from lora_compile.errors import FaultList, GraphInvalid
+from lora_compile.ops import forms
 from lora_compile.passes import markers
 from lora_compile.passes.base import SITE_META, UNSELECTED, GraphContext, GraphPass, calls
 from lora_compile.torch_compat import op_packet
 
-_ops = torch.ops.lora_compile
-
-OUTPUT_OPS = (
-    _ops.linear,
-    _ops.linear_lora,
-    _ops.fp8_block_linear,
-    _ops.fp8_block_linear_lora,
-    _ops.aten_linear_lora,
-    _ops.aten_fp8_block_linear,
-    _ops.aten_fp8_block_linear_lora,
-    torch.nn.functional.embedding,
-)
+OUTPUT_OPS = (*forms.OUTPUT_OPS, torch.nn.functional.embedding)
 """The ops that produce a site's output: one of them per site."""
 
 

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from lora_compile.errors import ArchitectureUnknown
 from lora_compile.schemas.architecture_checks import architecture_faults
+from lora_compile.schemas.architecture_rules import CheckpointRules, Flag, KeptRule, ModulePath
 from lora_compile.schemas.base import StrictModel
 from lora_compile.schemas.expressions import ExpressionText
 from lora_compile.schemas.skeleton import skeleton
@@ -26,13 +27,6 @@ SHIPPED = Path(__file__).parent / "architectures"
 
 Name = Annotated[
     str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", title="a name of letters, digits and _")
-]
-ModulePath = Annotated[
-    str,
-    Field(
-        pattern=r"^[A-Za-z0-9_{}]+(\.[A-Za-z0-9_{}]+)*$",
-        title="a module path such as `model.layers.{layer}.mlp`",
-    ),
 ]
 ParentPath = Annotated[
     str,
@@ -67,15 +61,16 @@ class LinearSite(StrictModel):
     kind: Literal["linear"]
     """`linear`: y = W x."""
     name: Name
-    """The site's own name, unique in the file; that of its only part where there is but one."""
+    """The site's own name, unique at its `at`; that of its only part where there is but one."""
     at: ParentPath
     """The module that holds the parts. `{layer}` stands for each layer's index."""
     in_features: ExpressionText
     """Columns of every part's weight."""
     parts: Annotated[tuple[LinearPart, ...], Field(min_length=1)]
     """The projections, in the order of their rows in the fused weight."""
-    fuse: bool = False
-    """Whether the parts share one weight and run as one GEMM."""
+    fuse: ExpressionText = "False"
+    """Whether the parts share one weight and run as one GEMM: true, false, or an expression such
+    as the name of a flag. Where it is false each part is a projection by itself."""
     quantise_at_load: bool = True
     """Whether a scheme that quantises at load may quantise this site."""
     tied_to: ModulePath | None = None
@@ -83,7 +78,8 @@ class LinearSite(StrictModel):
     tied_if: ExpressionText | None = None
     """When the weight is shared, e.g. `tie_word_embeddings`."""
     when: ExpressionText | None = None
-    """The site exists only where this is true; absent means always."""
+    """The site exists only where this is true; absent means always. May use `layer`, the index of
+    the layer, where `at` has `{layer}`."""
 
 
 class EmbeddingSite(StrictModel):
@@ -102,30 +98,11 @@ class EmbeddingSite(StrictModel):
     quantise_at_load: bool = False
     """Whether a scheme that quantises at load may quantise this table."""
     when: ExpressionText | None = None
-    """The site exists only where this is true; absent means always."""
+    """The site exists only where this is true; absent means always. May use `layer`, the index of
+    the layer, where `at` has `{layer}`."""
 
 
 Site = Annotated[LinearSite | EmbeddingSite, Field(discriminator="kind")]
-
-
-class IgnoreRule(StrictModel):
-    """Tensors of a checkpoint that are not needed, and why."""
-
-    pattern: str
-    """A regular expression that the whole tensor name has to match."""
-    why: Annotated[str, Field(min_length=1)]
-    """Why these tensors can be left out; `explain` shows it."""
-
-
-class CheckpointRules(StrictModel):
-    """Rules for the tensors of a checkpoint that belong to no site."""
-
-    ignore: tuple[IgnoreRule, ...] = ()
-    """Tensors to leave out. A tensor that no rule and no site consumes is refused."""
-
-    def rule_for(self, tensor: str) -> IgnoreRule | None:
-        """The first rule that leaves `tensor` out, or None."""
-        return next((rule for rule in self.ignore if re.fullmatch(rule.pattern, tensor)), None)
 
 
 class ArchitectureSchema(StrictModel):
@@ -139,10 +116,15 @@ class ArchitectureSchema(StrictModel):
     """The `model_type` values of `config.json` that this file serves."""
     layers: Layers
     """The decoder layers."""
+    flags: dict[Name, Flag] = Field(default_factory=dict)
+    """Choices that a deployment may make; expressions may use them by name."""
     let: dict[Name, ExpressionText] = Field(default_factory=dict)
-    """Values derived from the config, in order; later expressions may use them."""
+    """Values derived from the config and the flags, in order; later expressions may use them."""
     sites: Annotated[tuple[Site, ...], Field(min_length=1)]
     """The sites, in the order in which a forward runs them."""
+    kept: tuple[KeptRule, ...] = ()
+    """Modules that stay as transformers runs them, which neither adapters nor quantised
+    checkpoints may change."""
     key_prefixes: Annotated[tuple[str, ...], Field(min_length=1)]
     """What adapter files may put before a module path; "" where nothing is allowed too."""
     checkpoint: CheckpointRules = CheckpointRules()

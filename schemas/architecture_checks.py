@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lora_compile.errors import InvalidValue, LoraCompileError
-from lora_compile.schemas.source_map import KeyPath, SourceMap, text_path
+from lora_compile.errors import LoraCompileError
+from lora_compile.schemas.architecture_rule_checks import fault, rule_faults
+from lora_compile.schemas.architecture_rules import LAYER
+from lora_compile.schemas.source_map import KeyPath, SourceMap
 from lora_compile.schemas.yaml_faults import nearest
 
 if TYPE_CHECKING:
     from lora_compile.schemas.architecture import EmbeddingSite, Layers, LinearSite
-
-LAYER = "{layer}"
 
 
 def architecture_faults(
@@ -24,8 +23,8 @@ def architecture_faults(
     yield from _repeated(sites, source)
     yield from _tying(sites, source)
     for index, site in enumerate(sites):
-        if site.kind == "linear" and site.fuse and len(site.parts) == 1:
-            yield _fault(
+        if site.kind == "linear" and site.fuse != "False" and len(site.parts) == 1:
+            yield fault(
                 source,
                 ("sites", index, "fuse"),
                 f"site `{site.name}` fuses a single part",
@@ -34,9 +33,8 @@ def architecture_faults(
                 fix="remove `fuse: true`, or list the other parts",
             )
     if "layers" in sections:
-        yield from _layer_marks(sections["layers"], sites, source)
-    if "checkpoint" in sections:
-        yield from _patterns(sections["checkpoint"].ignore, source)
+        yield from _layer_marks(sections["layers"], _paths(sections), source)
+    yield from rule_faults(sections, source)
     yield from _prefixes(sections.get("key_prefixes", ()), source)
 
 
@@ -45,30 +43,25 @@ def module_path(at: str, name: str) -> str:
     return f"{at}.{name}" if at else name
 
 
-def _fault(source: SourceMap, path: KeyPath, message: str, **facts: str | None) -> InvalidValue:
-    return InvalidValue(
-        message, file=source.file, line=source.line(path), where=text_path(path), **facts
-    )
-
-
 def _repeated(
     sites: tuple[LinearSite | EmbeddingSite, ...], source: SourceMap
 ) -> Iterator[LoraCompileError]:
-    """A site's name, and a module, may stand once. Sites with `when` may be alternatives."""
+    """A site's path, and a module, may stand once. Sites with `when` may be alternatives."""
     names: dict[str, int] = {}
-    modules: dict[str, tuple[str, KeyPath, bool]] = {}
+    modules: dict[str, tuple[int, KeyPath, bool]] = {}
     for index, site in enumerate(sites):
         path: KeyPath = ("sites", index, "name")
-        if site.name in names:
-            yield _fault(
+        whole = module_path(site.at, site.name)
+        if whole in names:
+            yield fault(
                 source,
                 path,
-                f"two sites are called `{site.name}`",
-                expected="each site's name once",
-                found=f"first in line {names[site.name]}",
+                f"two sites are called `{whole}`",
+                expected="each site's name once at one `at`",
+                found=f"first in line {names[whole]}",
                 fix="rename one of them",
             )
-        names.setdefault(site.name, source.line(path))
+        names.setdefault(whole, source.line(path))
         places: list[tuple[str, KeyPath]]
         if site.kind == "linear":
             places = [
@@ -81,16 +74,16 @@ def _repeated(
             module = module_path(site.at, name)
             if module in modules:
                 other, first, conditional = modules[module]
-                if not (conditional and site.when is not None and other != site.name):
-                    yield _fault(
+                if not (conditional and site.when is not None and other != index):
+                    yield fault(
                         source,
                         place,
                         f"module `{module}` is a part twice",
                         expected="each module in one site",
-                        found=f"first in site `{other}`, line {source.line(first)}",
+                        found=f"first in site `{sites[other].name}`, line {source.line(first)}",
                         fix="remove it from one of them",
                     )
-            modules.setdefault(module, (site.name, place, site.when is not None))
+            modules.setdefault(module, (index, place, site.when is not None))
 
 
 def _tying(
@@ -109,7 +102,7 @@ def _tying(
                     "tied_if",
                 )
             )
-            yield _fault(
+            yield fault(
                 source,
                 ("sites", index, given),
                 f"`{given}` stands without `{absent}`",
@@ -119,7 +112,7 @@ def _tying(
             )
         elif site.tied_to not in tables:
             near = nearest(site.tied_to, tables)
-            yield _fault(
+            yield fault(
                 source,
                 ("sites", index, "tied_to"),
                 f"`{site.tied_to}` is not an embedding of this file",
@@ -129,12 +122,24 @@ def _tying(
             )
 
 
+def _paths(sections: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Every path into the model that may hold `{layer}`, and where it stands."""
+    for index, site in enumerate(sections.get("sites", ())):
+        yield ("sites", index, "at"), site.at
+        yield ("sites", index, "tied_to"), getattr(site, "tied_to", None) or ""
+    for index, kept in enumerate(sections.get("kept", ())):
+        yield ("kept", index, "at"), kept.at
+    rules = sections["checkpoint"].stack if "checkpoint" in sections else ()
+    for index, rule in enumerate(rules):
+        yield ("checkpoint", "stack", index, "parameter"), rule.parameter
+
+
 def _layer_marks(
-    layers: Layers, sites: tuple[LinearSite | EmbeddingSite, ...], source: SourceMap
+    layers: Layers, paths: Iterator[tuple[KeyPath, str]], source: SourceMap
 ) -> Iterator[LoraCompileError]:
     """`{layer}` stands exactly where the index of a decoder layer stands."""
     if "{" in layers.at or "}" in layers.at:
-        yield _fault(
+        yield fault(
             source,
             ("layers", "at"),
             "`layers.at` is the list of layers itself",
@@ -143,52 +148,35 @@ def _layer_marks(
             fix=f"remove `.{LAYER}`" if layers.at.endswith(f".{LAYER}") else "remove the braces",
         )
         return
-    for index, site in enumerate(sites):
-        tied = getattr(site, "tied_to", None)
-        for key, text in (("at", site.at), ("tied_to", tied or "")):
-            rest = text.replace(LAYER, "")
-            below = text == layers.at or text.startswith(f"{layers.at}.")
-            marked = text == f"{layers.at}.{LAYER}" or text.startswith(f"{layers.at}.{LAYER}.")
-            if "{" in rest or "}" in rest or text.count(LAYER) > 1:
-                message, fix = "only one `{layer}` may stand in braces", None
-            elif LAYER in text and not marked:
-                message = f"`{LAYER}` stands where `{layers.at}` has no layer index"
-                fix = f"write `{layers.at}.{LAYER}`, or correct `layers.at`"
-            elif below and not marked:
-                message = f"a place below `{layers.at}` needs the layer's index"
-                fix = text.replace(layers.at, f"{layers.at}.{LAYER}", 1)
-            else:
-                continue
-            yield _fault(
-                source,
-                ("sites", index, key),
-                message,
-                expected=f"{layers.at}.{LAYER}. and the rest of the path",
-                found=text,
-                fix=fix,
-            )
-
-
-def _patterns(ignore: tuple[Any, ...], source: SourceMap) -> Iterator[LoraCompileError]:
-    for index, rule in enumerate(ignore):
-        try:
-            re.compile(rule.pattern)
-        except re.error as error:
-            yield _fault(
-                source,
-                ("checkpoint", "ignore", index, "pattern"),
-                "the pattern is not a regular expression",
-                expected="a regular expression of Python's re module",
-                found=f"{rule.pattern!r}: {error}",
-                fix="correct the pattern; a literal dot is written `\\.`",
-            )
+    for path, text in paths:
+        rest = text.replace(LAYER, "")
+        below = text == layers.at or text.startswith(f"{layers.at}.")
+        marked = text == f"{layers.at}.{LAYER}" or text.startswith(f"{layers.at}.{LAYER}.")
+        if "{" in rest or "}" in rest or text.count(LAYER) > 1:
+            message, fix = "only one `{layer}` may stand in braces", None
+        elif LAYER in text and not marked:
+            message = f"`{LAYER}` stands where `{layers.at}` has no layer index"
+            fix = f"write `{layers.at}.{LAYER}`, or correct `layers.at`"
+        elif below and not marked:
+            message = f"a place below `{layers.at}` needs the layer's index"
+            fix = text.replace(layers.at, f"{layers.at}.{LAYER}", 1)
+        else:
+            continue
+        yield fault(
+            source,
+            path,
+            message,
+            expected=f"{layers.at}.{LAYER}. and the rest of the path",
+            found=text,
+            fix=fix,
+        )
 
 
 def _prefixes(prefixes: tuple[str, ...], source: SourceMap) -> Iterator[LoraCompileError]:
     for index, prefix in enumerate(prefixes):
         path: KeyPath = ("key_prefixes", index)
         if prefix and not prefix.endswith("."):
-            yield _fault(
+            yield fault(
                 source,
                 path,
                 f'prefix "{prefix}" does not end at a dot',
@@ -197,7 +185,7 @@ def _prefixes(prefixes: tuple[str, ...], source: SourceMap) -> Iterator[LoraComp
                 fix=f"write `{prefix}.`",
             )
         if prefix in prefixes[:index]:
-            yield _fault(
+            yield fault(
                 source,
                 path,
                 f'prefix "{prefix}" stands twice',

@@ -30,11 +30,19 @@ class ModelSource(StrictModel):
     path: Text
     """A checkpoint directory or a GGUF file, relative to this file's folder. `~` and `${VAR}` are
     expanded."""
+    weights: Literal["checkpoint", "random", "none"] = "checkpoint"
+    """`checkpoint`: those in `path`. `random`: `path` holds a config.json (and a tokenizer) alone;
+    weights are drawn once and kept in a cache, for trying things out. `none`: `path` holds a
+    config.json alone and nothing is ever loaded: for `check` and `explain`."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """With `weights: random`, which ones."""
     package: Text | None = None
     """An installed Python package; `path` is then a file inside it."""
     architecture: Text = "auto"
     """`auto` (by the model type), the name of a shipped architecture, or a YAML file of your own,
     relative to this file's folder."""
+    flags: dict[str, bool] = Field(default_factory=dict)
+    """Choices of the architecture, e.g. `fuse_qkv_a: false`; those left out keep their defaults."""
     dtype: Literal["float32", "float16", "bfloat16"]
     """Type of activations, unquantised weights and adapters."""
 
@@ -119,6 +127,44 @@ class Generation(StrictModel):
     """The key/value cache: of fixed size, or growing."""
 
 
+class VerifyRow(StrictModel):
+    """A text whose log-probabilities are compared, for the base model and for every adapter."""
+
+    prompt: Text
+    """The user's text; through the chat template as under `generation`."""
+    completion: Text | None = None
+    """What follows it; null: what the reference's base model continues with."""
+
+
+class VerifyLimits(StrictModel):
+    """Limits of `lora-compile verify` other than the defaults. A looser one is printed, and marks
+    the result."""
+
+    site_output: Annotated[float, Field(gt=0)] | None = None
+    """Most relative error of a site's output (default 4e-3)."""
+    site_delta: Annotated[float, Field(gt=0)] | None = None
+    """Most relative error of a site's delta (default 1e-2)."""
+    float32: Annotated[float, Field(gt=0)] | None = None
+    """End to end in float32: most of 0.5 mean (Δ log p)² (default 1e-5)."""
+    float32_top1: Annotated[float, Field(gt=0, le=1)] | None = None
+    """End to end in float32: least share of equal top tokens (default 0.999)."""
+    ratio_16bit: Annotated[float, Field(gt=0)] | None = None
+    """End to end in 16 bit: most of an adapter's 0.5 mean (Δ log p)² over that of base rows
+    (default 1.5)."""
+
+
+class Verify(StrictModel):
+    """What `lora-compile verify` compares with the reference."""
+
+    rows: tuple[VerifyRow, ...] = ()
+    """The texts; empty: the prompts under `generation`, each once."""
+    decode_steps: AtLeastOne = 32
+    """Decode steps that are compared; completions are cut to one token more, since the first comes
+    from the prompt."""
+    limits: VerifyLimits = VerifyLimits()
+    """Limits other than the defaults."""
+
+
 class Deployment(StrictModel):
     """A model, its adapters, and how they run together."""
 
@@ -134,6 +180,8 @@ class Deployment(StrictModel):
     """What the compiled graph is built for."""
     generation: Generation | None = None
     """What `lora-compile run` generates."""
+    verify: Verify = Verify()
+    """What `lora-compile verify` compares."""
 
 
 def load_deployment(path: str | Path) -> Loaded[Deployment]:

@@ -2,7 +2,8 @@
 
 The language: whole numbers, `True`, `False`, names, `+ - * //`, unary `-`, comparisons,
 `and or not`, `a if condition else b`, parentheses. Values and operators mean what they mean in
-Python. A name is an attribute of the model's config or a key of the schema's `let`. A name that is
+Python. A name is an attribute of the model's config, a flag of the schema, or a key of its `let`.
+The `when` of something in a decoder layer may also use `layer`, the layer's index. A name that is
 absent or null is an error, except in the left operand of `or`: there it counts as false, so
 `head_dim or hidden_size // num_attention_heads` reads as it looks. Nothing is ever executed: the
 text is parsed and the tree is walked.
@@ -51,7 +52,7 @@ class Scope:
     config: object
     """A Hugging Face config, or a mapping."""
     derived: Mapping[str, int | bool]
-    """The schema's `let` values so far; they come before the config's."""
+    """The schema's flags and its `let` values so far; they come before the config's."""
 
     def find(self, name: str) -> object:
         """The value of `name`; None where it is absent or null."""
@@ -91,6 +92,11 @@ class Expression:
             raise _outside(text, found) from error
         _check(text, body, 0)
         return Expression(text, body)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that stands in the text."""
+        return frozenset(node.id for node in ast.walk(self.body) if isinstance(node, ast.Name))
 
     def evaluate(self, scope: Scope) -> int | bool:
         """The value, a whole number or a truth value.
@@ -200,7 +206,8 @@ class _Walk:
         near = None if known else nearest(name, self.scope.names)
         raise ExpressionInvalid(
             f"`{name}` in `{self.text}` is " + ("not a whole number" if known else "not known"),
-            expected="a name of the model's config or of `let` whose value is a whole number",
+            expected="a name of the model's config, of `flags` or of `let` whose value is a whole "
+            "number",
             found=f"{name} = {_short(value)}" if known else f"no `{name}`",
             fix=f"did you mean `{near}`?" if near else f"`{name} or <other>` allows it to be null",
         )

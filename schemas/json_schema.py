@@ -8,6 +8,7 @@ from pathlib import Path
 from lora_compile.schemas.architecture import ArchitectureSchema
 from lora_compile.schemas.base import StrictModel
 from lora_compile.schemas.deployment import Deployment
+from lora_compile.schemas.quant_dialect import Dialect
 from lora_compile.schemas.quant_scheme import QuantScheme
 
 FOLDER = Path(__file__).parent / "json"
@@ -16,6 +17,7 @@ MODELS: dict[str, type[StrictModel]] = {
     "deployment": Deployment,
     "architecture": ArchitectureSchema,
     "quant_scheme": QuantScheme,
+    "dialect": Dialect,
 }
 
 

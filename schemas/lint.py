@@ -10,6 +10,7 @@ from lora_compile.schemas.architecture_checks import architecture_faults
 from lora_compile.schemas.base import StrictModel
 from lora_compile.schemas.deployment import Deployment
 from lora_compile.schemas.deployment_checks import deployment_faults
+from lora_compile.schemas.quant_dialect import Dialect
 from lora_compile.schemas.quant_scheme import QuantScheme
 from lora_compile.schemas.quant_scheme_checks import scheme_faults
 from lora_compile.schemas.yaml_faults import nearest
@@ -19,11 +20,12 @@ _KINDS: dict[str, tuple[type[StrictModel], Check]] = {
     "deployment": (Deployment, deployment_faults),
     "architecture": (ArchitectureSchema, architecture_faults),
     "quantisation scheme": (QuantScheme, scheme_faults),
+    "dialect": (Dialect, lambda sections, source: ()),
 }
 
 
 def kind_of(document: Document) -> str:
-    """`deployment`, `architecture` or `quantisation scheme`, by the top-level keys.
+    """One of the kinds above, by the top-level keys.
 
     The kind whose own keys the file holds most of; a misspelt key counts half.
 

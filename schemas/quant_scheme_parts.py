@@ -7,7 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lora_compile.schemas.base import StrictModel
-from lora_compile.schemas.quant_info import ActivationDtype, WeightDtype
+from lora_compile.schemas.quant_info import (
+    ActivationDtype,
+    ActivationGranularity,
+    ActivationHandling,
+    ScaleGranularity,
+    WeightDtype,
+)
 
 OpName = Annotated[
     str,
@@ -20,18 +26,10 @@ Positive = Annotated[int, Field(ge=1)]
 BlockShape = tuple[Positive, Positive]
 
 
-class Detect(StrictModel):
-    """How a checkpoint's `quantization_config` says that it uses this scheme."""
-
-    quant_method: str
-    """Value of `quant_method`."""
-    requires: tuple[str, ...]
-    """Keys that must be there and not null; without them it is another scheme."""
-    values: dict[str, tuple[str | int | bool | None, ...]]
-    """Keys that, where present, must have one of these values. Any other value is refused."""
-    accepts: tuple[str, ...]
-    """Keys of any value that change nothing here or that the reader honours. A key that stands
-    in none of these lists is refused."""
+Scalar = str | int | bool | None
+Values = dict[str, tuple[Scalar, ...]]
+"""Keys of a `quantization_config` -> the values they may have; null stands for an absent key too.
+A key may be a path with dots, in which `*` stands for any one name."""
 
 
 class TensorSpec(StrictModel):
@@ -41,15 +39,36 @@ class TensorSpec(StrictModel):
     """What follows the module's path and a dot, e.g. `weight_scale_inv`."""
     dtypes: Annotated[tuple[WeightDtype, ...], Field(min_length=1)]
     """The dtypes it may have."""
-    shape: Literal["N, K", "ceil(N/bn), ceil(K/bk)"]
-    """Its shape: N rows and K columns of the module's weight, (bn, bk) the block shape."""
+    shape: Literal["N, K", "N, 1", "one", "ceil(N/bn), ceil(K/bk)"]
+    """Its shape: N rows and K columns of the module's weight, (bn, bk) the block shape; `one`: one
+    element, whatever the number of dimensions."""
+
+
+class StoredForm(StrictModel):
+    """One way in which checkpoints hold this scheme."""
+
+    dialect: str | None
+    """Name of a file in `schemas/dialects`, which says how such checkpoints write their config;
+    null: the checkpoint has no `quantization_config`."""
+    reader: str | None
+    """Module of `lora_compile.checkpoints.readers` that reads it. Null: no reader, so checkpoints
+    of this form are refused by name."""
+    where: Values
+    """What must hold for a checkpoint to be of this scheme; else it is of another."""
+    requires: tuple[str, ...]
+    """Keys that must be there and not null; without them it is of another scheme."""
+    values: Values
+    """Beside those of the dialect: keys that, where present, must have one of these values."""
+    tensors: dict[str, TensorSpec]
+    """The tensors of a quantised module, by the names that the ops use."""
 
 
 class ScaleSpec(StrictModel):
     """How the scales of a weight apply: W = w * scale."""
 
-    granularity: Literal["none", "block"]
-    """`none`: no scales. `block`: one for each block of each part; they restart at each part."""
+    granularity: ScaleGranularity
+    """`none`: no scales. `tensor`: one for each part. `row`: one for each row of the weight.
+    `block`: one for each block of each part; they restart at each part."""
     dtype: Literal["float32"] | None
     """Type in which the scales are kept. They are never rounded."""
     block_shape: BlockShape | Literal["from_config"] | None
@@ -59,16 +78,18 @@ class ScaleSpec(StrictModel):
 class ActivationSpec(StrictModel):
     """How the input x becomes q(x)."""
 
-    handling: Literal["none", "dynamic"]
-    """`none`: x as it is. `dynamic`: quantised with scales computed from x when the op runs."""
-    granularity: Literal["group"] | None
-    """`group`: one scale for each row and each `group` of consecutive columns."""
+    handling: ActivationHandling
+    """`none`: x as it is. `static`: quantised with the checkpoint's own scales. `dynamic`:
+    quantised with scales computed from x when the op runs."""
+    granularity: ActivationGranularity | None
+    """`tensor`: one scale for each part (static). `token`: one for each row of x. `group`: one for
+    each row and each `group` of consecutive columns."""
     group: Positive | Literal["block_columns"] | None
     """Columns of a group, or `block_columns`: as many as a block of the weight has."""
     dtype: ActivationDtype | None
     """Type of the codes."""
     min_scale: Annotated[float, Field(gt=0)] | None
-    """Lower bound of a scale, so that a group of zeros stays zeros."""
+    """Lower bound of a computed scale, so that zeros stay zeros."""
 
 
 class LoadQuantisation(StrictModel):

@@ -9,6 +9,8 @@ _TEXT = """\
 # Architecture schema for model type {model_type}. It starts as a Llama-like model: correct what the
 # comments ask for, then run `lora-compile schema lint` on this file.
 # To see the module paths: print(AutoModelForCausalLM.from_config(config)) on the meta device.
+# Layers that differ, mixtures of experts and flags: deepseek_v3.yaml shows `when`, `kept`,
+# `checkpoint.stack` and `flags`.
 # Expressions use the names of config.json: + - * //, comparisons, and/or/not, `a if c else b`.
 schema_version: 1
 name: {name}

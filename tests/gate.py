@@ -11,9 +11,10 @@ from torch import nn
 
 import lora_compile as lc
 from lora_compile.adapters.peft_reader import read_adapter
+from lora_compile.checkpoints.packing import DensePart
 from lora_compile.planning.plan import SitePlan
 from lora_compile.runtime.site_gate import GateResult, GateRow, SiteGate
-from tests.fake_quant import decode_block_fp8
+from tests.fake_quant import decode_weight
 
 
 def gate_rows(
@@ -30,6 +31,8 @@ def judge(
     rows: Sequence[GateRow],
     ids: torch.Tensor,
     names: Sequence[str | None],
+    *,
+    input_scales: Mapping[str, float] | None = None,
     **kwargs: Any,
 ) -> GateResult:
     """Run the compiled model once under the gate.
@@ -37,15 +40,18 @@ def judge(
     Args:
         plain: the unquantised model that was wrapped.
         rows: what the gate expects, which need not be what `names` ask for.
+        input_scales: module path -> its static scale, under schemes that have them.
         kwargs: of the model's forward.
     """
     weights = dict(plain.named_parameters())
 
-    def dense(site: SitePlan, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = weights[f"{site.parts[index].module}.weight"].detach().float()
-        return (decode_block_fp8(weight) if site.quant.scheme == "fp8_block" else weight), None
+    def read_part(site: SitePlan, index: int) -> DensePart:
+        module = site.parts[index].module
+        weight = weights[f"{module}.weight"].detach().float()
+        scale = None if input_scales is None else input_scales.get(module)
+        return DensePart(decode_weight(weight, site.quant.scheme), None, scale)
 
-    gate = SiteGate(model.plan, model.module, dense, rows)
+    gate = SiteGate(model.plan, model.module, read_part, rows)
     model.backend.intercept = gate
     try:
         model(ids, adapters=names, **kwargs)

@@ -106,20 +106,6 @@ def test_triton_kernels_of_finds_the_kernels_in_an_ops_body() -> None:
         assert torch_compat.triton_kernels_of(f"lora_compile::{op}"), op
 
 
-def test_uncompile_undoes_compile() -> None:
-    calls: list[int] = []
-
-    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        calls.append(1)
-        return gm.forward
-
-    module = torch.nn.Linear(2, 2)
-    module.compile(backend=backend)
-    torch_compat.uncompile(module)
-    module(torch.ones(1, 2))
-    assert calls == []
-
-
 def test_op_packet_is_the_same_of_every_overload() -> None:
     packet = torch.ops.aten.add
     assert torch_compat.op_packet(packet.Tensor) is packet

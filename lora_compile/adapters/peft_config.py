@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_compile.adapters.peft_fields import FIELDS, INIT_LEAVES_BASE, REQUIRED, same_value
+from lora_compile.adapters.peft_kept import parameters_reason
 from lora_compile.adapters.peft_rules import TargetRule, pattern_value
 from lora_compile.errors import (
     AdapterConfigInvalid,
@@ -24,6 +25,7 @@ from lora_compile.errors import (
     FeatureUnsupported,
     FileMissing,
 )
+from lora_compile.planning.plan import KeptModules
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -99,7 +101,12 @@ def load_config(directory: Path) -> tuple[dict[str, Any], str]:
 
 
 def parse_config(
-    raw: Mapping[str, Any], *, file: str, faults: FaultList, text: str = ""
+    raw: Mapping[str, Any],
+    *,
+    file: str,
+    faults: FaultList,
+    text: str = "",
+    kept: tuple[KeptModules, ...] = (),
 ) -> PeftConfig | None:
     """Check every field and keep what decides the delta.
 
@@ -108,21 +115,30 @@ def parse_config(
         file: shown in errors.
         faults: receives one error per field at fault.
         text: the file's text, for line numbers.
+        kept: modules of the model that run without adapters, to say so where they are named.
 
     Returns:
         The config, or None when a field that sets the delta's size is absent or malformed. A
         field that is refused leaves a fault and still gives a config, so that the tensors can be
         checked too.
     """
-    return _Parser(raw, file, faults, text).parse()
+    return _Parser(raw, file, faults, text, kept).parse()
 
 
 class _Parser:
-    def __init__(self, raw: Mapping[str, Any], file: str, faults: FaultList, text: str) -> None:
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        file: str,
+        faults: FaultList,
+        text: str,
+        kept: tuple[KeptModules, ...],
+    ) -> None:
         self.raw = {key: _plain(value) for key, value in raw.items()}
         self.file = file
         self.faults = faults
         self.text = text
+        self.kept = kept
         self.warnings: list[str] = []
         self.sound = True
 
@@ -166,7 +182,9 @@ class _Parser:
             if rule is None:
                 self._check_unknown(name, value)
             elif rule.use == "off_only" and not same_value(value, rule.off):
-                self._refuse(name, rule.reason, expected=_join(rule.off))
+                named = name == "target_parameters" and parameters_reason(self.raw, self.kept)
+                reason = f"{rule.reason}; {named}" if named else rule.reason
+                self._refuse(name, reason, expected=_join(rule.off))
 
     def _check_unknown(self, name: str, value: Any) -> None:
         if same_value(value, (None, [], {})):

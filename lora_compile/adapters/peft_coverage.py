@@ -86,25 +86,26 @@ def _promised(config: PeftConfig, entry: str, plan: Plan) -> list[str]:
     """Modules of the plan that an entry asks for: projections, else the fused site's own name."""
     rule = config.targets
     promised: list[str] = []
-    for site in plan.sites:
+    for group, targets in plan.groups.items():
         # PEFT leaves the output embedding out of all-linear; the decoder's layers are the rest.
-        if rule.all_linear and not site.name.startswith(plan.layers + "."):
+        if rule.all_linear and not group.startswith(plan.layers + "."):
             continue
-        parts = [part.module for part in site.parts if rule.entry_matches(entry, part.module)]
-        promised += parts or ([site.name] if rule.entry_matches(entry, site.name) else [])
+        modules = [target.part.module for target in targets]
+        parts = [module for module in modules if rule.entry_matches(entry, module)]
+        promised += parts or ([group] if rule.entry_matches(entry, group) else [])
     return promised
 
 
 def _present(path: str, found: Mapping[str, Mapping[Role, str]], plan: Plan) -> bool:
     target = plan.targets.get(path)
-    return path in found or (target is not None and target.site.name in found)
+    return path in found or (target is not None and target.site.group in found)
 
 
 def _known(config: PeftConfig, entry: str, plan: Plan) -> bool:
     """Whether an entry asks for a module of the plan that exclusion or layers then take away."""
     if isinstance(config.targets.targets, str):
         return any(config.targets.excluded(path) for path in plan.targets)
-    return any(names((entry,), path) for path in (*plan.targets, *plan.by_name))
+    return any(names((entry,), path) for path in (*plan.targets, *plan.groups))
 
 
 def _list(items: tuple[str, ...] | list[str], most: int = 12) -> str:

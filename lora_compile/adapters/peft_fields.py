@@ -70,7 +70,7 @@ FIELDS: dict[str, FieldRule] = {
     "modules_to_save": _off_only("the file then holds whole modules that replace the base", _EMPTY),
     "trainable_token_indices": _off_only("the file then holds replaced embedding rows", _EMPTY),
     "ensure_weight_tying": _off_only("embedding and head then share one delta"),
-    "target_parameters": _off_only("LoRA on bare parameters (fused experts)", _EMPTY),
+    "target_parameters": _off_only("LoRA on bare parameters (such as fused experts)", _EMPTY),
     "fan_in_fan_out": _off_only("the base weight is then stored as (in, out)"),
     "layer_replication": _off_only("layers of the base are then repeated", _EMPTY),
     "megatron_config": _off_only("the base is then a Megatron model", _EMPTY),

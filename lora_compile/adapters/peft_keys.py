@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lora_compile.adapters.peft_kept import KeptKeys
 from lora_compile.adapters.peft_names import (
     FeatureKey,
     LoraKey,
@@ -53,6 +54,7 @@ class SortedKeys:
         heads: every module name of the file, prefix included, known or not.
         unknown: keys of LoRA form whose module the plan does not have.
         beyond: those that would fit if the model had more layers.
+        kept: keys in modules that run without adapters, whatever their form.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class SortedKeys:
         self.heads: set[str] = set()
         self.unknown: list[LoraKey] = []
         self.beyond: list[LoraKey] = []
+        self.kept = KeptKeys(plan)
         self._check_dtypes()
         self._sort_keys()
         self._check_overlap()
@@ -90,6 +93,8 @@ class SortedKeys:
         features: dict[str, list[str]] = defaultdict(list)
         adapters: dict[str | None, list[str]] = defaultdict(list)
         for key in sorted(self.headers):
+            if self.kept.take(key):
+                continue
             form = classify(key)
             if isinstance(form, LoraKey):
                 adapters[form.adapter].append(key)
@@ -106,6 +111,7 @@ class SortedKeys:
                         expected="<module>.lora_A.weight or <module>.lora_B.weight",
                     )
                 )
+        self.kept.tell(self.file, self.faults)
         for feature, keys in features.items():
             self.faults.add(
                 FeatureUnsupported(

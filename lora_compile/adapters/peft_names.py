@@ -67,8 +67,13 @@ class Module:
     decided_by: str
 
     @property
-    def site(self) -> SitePlan:
-        return self.targets[0].site
+    def sites(self) -> tuple[SitePlan, ...]:
+        """The sites of the projections; several where the plan has split a fused site."""
+        return tuple({target.site.name: target.site for target in self.targets}.values())
+
+    @property
+    def in_features(self) -> int:
+        return self.targets[0].site.in_features
 
     @property
     def fused(self) -> bool:
@@ -100,12 +105,11 @@ def find_modules(head: str, plan: Plan) -> tuple[Module, ...]:
         path = head[len(prefix) :]
         how = f"prefix {prefix!r}" if prefix else "no prefix"
         target = plan.targets.get(path)
-        site = plan.by_name.get(path)
+        group = plan.groups.get(path)
         if target is not None:
             readings.setdefault(path, Module(path, (target,), how))
-        elif site is not None:
-            targets = tuple(PartTarget(site, index) for index in range(len(site.parts)))
-            readings.setdefault(path, Module(path, targets, f"{how}; fused, B split by rows"))
+        elif group is not None:
+            readings.setdefault(path, Module(path, group, f"{how}; fused, B split by rows"))
     return tuple(readings.values())
 
 

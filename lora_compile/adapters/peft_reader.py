@@ -161,7 +161,7 @@ def _resolve(
     weights_file: str,
 ) -> Resolution:
     faults = FaultList()
-    config = parse_config(raw, file=config_file, faults=faults, text=text)
+    config = parse_config(raw, file=config_file, faults=faults, text=text, kept=plan.kept)
     if config is None:
         faults.raise_if_any()
         raise AssertionError("a config that cannot be used has left no fault")

@@ -13,6 +13,7 @@ from math import prod
 
 from lora_compile.adapters.peft_config import PeftConfig
 from lora_compile.adapters.peft_coverage import check_targets
+from lora_compile.adapters.peft_kept import tell_targets
 from lora_compile.adapters.peft_keys import DTYPE_SIZES, Pair, SortedKeys, TensorHeader, some
 from lora_compile.adapters.peft_names import LoraKey, Module, Neighbours
 from lora_compile.adapters.report import AdapterReport, TensorReport
@@ -126,6 +127,13 @@ class _Resolver:
                 self.plan,
                 self.faults,
             )
+            tell_targets(
+                self.config.targets,
+                self.plan,
+                self.keys.kept.whats,
+                file=self.config.file,
+                faults=self.faults,
+            )
         silent = sorted(b.module.path for b in bindings if b.scale == 0 and self.config.alpha != 0)
         if silent:
             self.warnings.append(f"scale 0, so no change: {some(silent)}")
@@ -134,7 +142,7 @@ class _Resolver:
     # --- pairs --------------------------------------------------------------------------------
 
     def _bind(self, pair: Pair) -> Binding | None:
-        module, site = pair.module, pair.module.site
+        module = pair.module
         key_a, key_b = pair.keys.get("lora_A"), pair.keys.get("lora_B")
         if key_a is None or key_b is None:
             there, missing = ("lora_A", "lora_B") if key_b is None else ("lora_B", "lora_A")
@@ -148,19 +156,20 @@ class _Resolver:
                 )
             )
             return None
-        if site.kind != "linear":
-            self.faults.add(
-                FeatureUnsupported(
-                    f"LoRA at {site.name!r}, a site of kind {site.kind!r}, is not supported",
-                    file=self.file,
-                    tensor=key_a,
-                    expected="a linear projection",
+        for site in module.sites:
+            if site.kind != "linear":
+                self.faults.add(
+                    FeatureUnsupported(
+                        f"LoRA at {site.name!r}, a site of kind {site.kind!r}, is not supported",
+                        file=self.file,
+                        tensor=key_a,
+                        expected="a linear projection",
+                    )
                 )
-            )
-            return None
-        if not site.lora:
-            self.unbuilt[site.role].append((site, key_a))
-            return None
+                return None
+            if not site.lora:
+                self.unbuilt[site.role].append((site, key_a))
+                return None
         rank = self._check_shapes(module, key_a, key_b)
         if rank is None:
             return None
@@ -169,7 +178,7 @@ class _Resolver:
     def _check_shapes(self, module: Module, key_a: str, key_b: str) -> int | None:
         shape_a, shape_b = self.headers[key_a].shape, self.headers[key_b].shape
         rank = self.config.rank(module.path)
-        columns, rows = module.site.in_features, module.out_features
+        columns, rows = module.in_features, module.out_features
         for key, shape, axis, width in ((key_a, shape_a, 1, columns), (key_b, shape_b, 0, rows)):
             if len(shape) != 2 or shape[axis] != width:
                 form = f"[r, {width}]" if axis else f"[{width}, r]"
@@ -286,9 +295,9 @@ class _Resolver:
         tensors = [
             TensorReport(
                 key=key,
-                site=binding.module.site.name,
-                parts=tuple(target.part.name for target in binding.module.targets),
-                layer=binding.module.site.layer,
+                site=site.name,
+                parts=tuple(t.part.name for t in binding.module.targets if t.site is site),
+                layer=site.layer,
                 role=role,
                 shape=self.headers[key].shape,
                 dtype=self.headers[key].dtype,
@@ -297,6 +306,7 @@ class _Resolver:
                 decided_by=binding.module.decided_by,
             )
             for binding in bindings
+            for site in binding.module.sites
             for role, key in (("lora_A", binding.key_A), ("lora_B", binding.key_B))
         ]
         return AdapterReport(

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lora_compile.checkpoints.cache import default_cache_dir, is_complete, make_once
 from lora_compile.errors import CheckpointInvalid, FeatureUnsupported, FileMissing, InvalidValue
 
-MARKER = "lora_compile_gguf.json"
 # Raise it when a directory converted by an older release must not be used any more.
 CONVERTER_VERSION = 1
-
-
-def default_cache_dir() -> Path:
-    """`$LORA_COMPILE_CACHE`, else `$XDG_CACHE_HOME/lora_compile`, else `~/.cache/lora_compile`."""
-    if own := os.environ.get("LORA_COMPILE_CACHE"):
-        return Path(own)
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg) / "lora_compile"
-    return Path.home() / ".cache" / "lora_compile"
 
 
 def resolve_package_file(package: str, file: str) -> Path:
@@ -77,7 +63,7 @@ def find_converted(path: Path, *, dtype: torch.dtype, cache_dir: Path | None) ->
         if file.read(4) != b"GGUF":
             raise CheckpointInvalid("not a GGUF file", file=path, expected="the magic bytes GGUF")
     final = _directory(path, dtype, cache_dir)
-    return final if _complete(final) else None
+    return final if is_complete(final) else None
 
 
 def ensure_converted(
@@ -115,19 +101,21 @@ def ensure_converted(
                 fix="pip install 'lora_compile[hf,quickstart]'",
             )
     final = _directory(path, dtype, cache_dir)
-    root = final.parent
-    root.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".converting-", dir=root))
-    try:
-        out = work / "checkpoint"
-        out.mkdir()
+
+    def make(work: Path, out: Path) -> None:
         with _offline(), _parsed_once():
             _convert(path, work, out, dtype, progress)
-        _write_marker(path, out, dtype)
-        _publish(out, final)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return final
+
+    return make_once(
+        final,
+        make,
+        facts={
+            "source": path.name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "converter": CONVERTER_VERSION,
+        },
+        tools=("transformers", "gguf", "torch", "safetensors"),
+    )
 
 
 def _directory(path: Path, dtype: torch.dtype, cache_dir: Path | None) -> Path:
@@ -135,42 +123,6 @@ def _directory(path: Path, dtype: torch.dtype, cache_dir: Path | None) -> Path:
     identity = (path.name, stat.st_size, stat.st_mtime_ns, str(dtype), CONVERTER_VERSION)
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     return (cache_dir or default_cache_dir()) / "gguf" / f"{path.stem}-{key}"
-
-
-def _complete(directory: Path) -> bool:
-    """Whether the marker is there and every file has the size that it had when it was written."""
-    marker = directory / MARKER
-    if not marker.is_file():
-        return False
-    try:
-        files: dict[str, int] = json.loads(marker.read_text(encoding="utf-8"))["files"]
-        return all((directory / name).stat().st_size == size for name, size in files.items())
-    except (ValueError, KeyError, OSError):
-        return False  # damaged: converted again
-
-
-def _write_marker(path: Path, out: Path, dtype: torch.dtype) -> None:
-    marker = {
-        "source": path.name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "versions": {
-            "converter": CONVERTER_VERSION,
-            **{name: version(name) for name in ("transformers", "gguf", "torch", "safetensors")},
-        },
-        "files": {entry.name: entry.stat().st_size for entry in sorted(out.iterdir())},
-    }
-    (out / MARKER).write_text(json.dumps(marker, indent=1), encoding="utf-8")
-
-
-def _publish(out: Path, final: Path) -> None:
-    """Move the finished directory to its place; another process may have been quicker."""
-    if final.exists() and not _complete(final):
-        final.rename(out.parent / "damaged")
-    try:
-        out.rename(final)
-    except OSError:
-        if not _complete(final):
-            raise
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
 from lora_compile.checkpoints.source import WeightSource
+from lora_compile.checkpoints.stacked import NO_RULES, Stack, read_stack
 from lora_compile.errors import FaultList, SiteMissing, TensorMissing, TensorShape
 
 
@@ -18,8 +19,11 @@ def load_other(
     dtype: torch.dtype,
     *,
     device: torch.device | str = "cpu",
+    stacks: Mapping[str, Stack] = NO_RULES.stacks,
 ) -> None:
     """Put the named tensors of `source` into `model`, replacing meta or real ones.
+
+    Those in `stacks` are assembled from their pieces, which the survey has checked.
 
     Floating-point tensors become `dtype`, except those that the model's class lists as to be kept
     in float32 (transformers' `_keep_in_fp32_modules_strict`, and `_keep_in_fp32_modules` for
@@ -38,6 +42,8 @@ def load_other(
         header = source.headers.get(name)
         if owner is None or not isinstance(present, torch.Tensor):
             faults.add(SiteMissing("the model has no such parameter", where=name))
+        elif name in stacks:
+            found.append((name, owner, leaf, present))
         elif header is None:
             faults.add(
                 TensorMissing(
@@ -60,13 +66,15 @@ def load_other(
     faults.raise_if_any()
     kept = _kept_in_float32(model, dtype)
     for name, owner, leaf, present in found:
-        tensor = source.tensor(name)
-        target = tensor.dtype
-        if tensor.is_floating_point():
-            keep = any(f".{entry}." in f".{name}." for entry in kept)
-            target = torch.float32 if keep else dtype
-        # Always a copy: the source may be a memory map or the very model that is being wrapped.
-        loaded = tensor.detach().to(device=device, dtype=target, copy=True)
+        keep = any(f".{entry}." in f".{name}." for entry in kept)
+        wanted = torch.float32 if keep else dtype
+        if name in stacks:
+            loaded = read_stack(stacks[name], source, dtype=wanted, device=device)
+        else:
+            tensor = source.tensor(name)
+            target = wanted if tensor.is_floating_point() else tensor.dtype
+            # Always a copy: the source may be a memory map or the model that is being wrapped.
+            loaded = tensor.detach().to(device=device, dtype=target, copy=True)
         if isinstance(present, nn.Parameter):
             setattr(owner, leaf, nn.Parameter(loaded, requires_grad=False))
         else:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from lora_compile.checkpoints.block_scales import scale_shape
-from lora_compile.checkpoints.readers import PartWeights, fp8_block, reader_for
+from lora_compile.checkpoints.codes import decode, encode_for
+from lora_compile.checkpoints.readers import PartWeights, reader_for
+from lora_compile.checkpoints.scales import scale_shape
 from lora_compile.checkpoints.source import WeightSource
 from lora_compile.checkpoints.survey import ModuleFormat, Survey
 from lora_compile.errors import CheckpointInvalid, TensorNotFinite
 from lora_compile.planning.plan import PartPlan, SitePlan
-from lora_compile.schemas.quant_info import PartRows
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,21 @@ class SiteWeights:
     weight: torch.Tensor
     """(N, K), parts one below the other; dtype `site.quant.weight_dtype`."""
     aux: list[torch.Tensor]
-    """In the order of `site.quant.aux_names`. Block scales: float32, rows as in
-    `PartRows.scale_rows` (they restart at each part), ceil(K / bk) columns."""
+    """The tensors of `site.quant.aux_shapes`, float32."""
     bias: torch.Tensor | None
     """(N,), zeros where a part has none; None if `site.quant.bias` is false."""
+
+
+@dataclass(frozen=True)
+class DensePart:
+    """One part as the reference must see it, all float32."""
+
+    weight: torch.Tensor
+    """(N_p, K), decoded from the file. Quantised at load: decode(encode(W)), not the stored W."""
+    bias: torch.Tensor | None
+    """(N_p,), or None where the part has none."""
+    input_scale: float | None
+    """The static scale of its input, where the scheme has one."""
 
 
 def pack_site(
@@ -39,7 +50,7 @@ def pack_site(
     """Read the parts of `site` one by one into one storage per tensor.
 
     Memory at its highest: the packed tensors and one part. A part that is stored unquantised is
-    quantised here if the plan says block FP8; block scales are never rounded or re-blocked.
+    quantised here if the plan says so; stored scales are never rounded, and blocks never re-cut.
 
     Args:
         dtype: dtype of an unquantised weight and of the bias.
@@ -52,82 +63,62 @@ def pack_site(
     weight_dtype: torch.dtype = getattr(torch, quant.weight_dtype)
     if quant.scheme == "none" and weight_dtype != dtype:
         raise _disagree(site, None, f"weights in {dtype}", f"a plan for {weight_dtype}")
+    _check_scale_rows(site)
     weight = torch.empty(quant.out_features, quant.in_features, dtype=weight_dtype, device=device)
-    aux: list[torch.Tensor] = []
-    if quant.scale.granularity == "block":
-        aux.append(torch.empty(_scale_shape(site), dtype=torch.float32, device=device))
+    aux = {
+        name: torch.empty(shape, dtype=torch.float32, device=device)
+        for name, shape in quant.aux_shapes.items()
+    }
     bias = torch.zeros(quant.out_features, dtype=dtype, device=device) if quant.bias else None
-    for part, place in _parts(site):
+    for part, place in zip(site.parts, quant.parts, strict=True):
         fmt = _format_of(site, part, survey)
         low, high = place.rows
         stored = _read(site, part, fmt, source, device)
         weight[low:high].copy_(stored.weight)
         _check_finite(weight[low:high], stored.weight, part, fmt, source)
-        for name, tensor in zip(quant.aux_names, aux, strict=True):
-            assert place.scale_rows is not None, "checked by _scale_shape"
-            tensor[slice(*place.scale_rows)].copy_(stored.aux[name])
+        if stored.scale is not None:
+            aux["weight_scale"][slice(*(place.scale_rows or place.rows))].copy_(stored.scale)
+        if place.input_scale is not None and fmt.input_scale is not None:
+            aux["input_scale"][place.input_scale] = fmt.input_scale
         if fmt.bias_key is not None:
             if bias is None:
                 raise _disagree(site, part, "a plan with a bias", f"{fmt.bias_key} in the file")
             bias[low:high].copy_(source.tensor(fmt.bias_key))
-    return SiteWeights(weight, aux, bias)
+    return SiteWeights(weight, list(aux.values()), bias)
 
 
-def dense_part(site: SitePlan, index: int, source: WeightSource, survey: Survey) -> torch.Tensor:
-    """W of one part as the ops must see it: float32 (N_p, K), decoded from the file on its device.
-
-    For a part that is quantised at load this is decode(quantise(W)), not the stored W.
-    Raises CheckpointInvalid as `pack_site` does.
-    """
+def dense_part(site: SitePlan, index: int, source: WeightSource, survey: Survey) -> DensePart:
+    """One part decoded from the file, on the file's device. Raises as `pack_site` does."""
     part = site.parts[index]
     fmt = _format_of(site, part, survey)
-    stored = reader_for(fmt.scheme).read_part(source, part.module, fmt)
-    dense = reader_for(fmt.scheme).dequantise(stored.weight, stored.aux, fmt.block_shape)
-    if fmt.scheme == site.quant.scheme:
-        return dense
-    block_shape = _block_shape(site)
-    codes, scale = fp8_block.quantise(dense, block_shape)
-    return fp8_block.dequantise(codes, {fp8_block.SCALE: scale}, block_shape)
+    stored = _read(site, part, fmt, source, None)
+    key = fmt.bias_key
+    return DensePart(
+        weight=decode(stored.weight, stored.scale, site.quant.scale.block_shape),
+        bias=None if key is None else source.tensor(key).float(),
+        input_scale=fmt.input_scale,
+    )
 
 
-def dense_bias(
-    site: SitePlan, index: int, source: WeightSource, survey: Survey
-) -> torch.Tensor | None:
-    """The stored bias of one part, float32 (N_p,), or None where it has none."""
-    key = _format_of(site, site.parts[index], survey).bias_key
-    return None if key is None else source.tensor(key).float()
-
-
-def _parts(site: SitePlan) -> list[tuple[PartPlan, PartRows]]:
-    return list(zip(site.parts, site.quant.parts, strict=True))
-
-
-def _block_shape(site: SitePlan) -> tuple[int, int]:
-    block_shape = site.quant.scale.block_shape
+def _check_scale_rows(site: SitePlan) -> None:
+    """With blocks, each part must have just the rows of scales that it needs."""
+    block_shape, row = site.quant.scale.block_shape, 0
     if block_shape is None:
-        raise _disagree(site, None, "a block shape for block scales", "none in the plan")
-    return block_shape
-
-
-def _scale_shape(site: SitePlan) -> tuple[int, int]:
-    """Rows of all parts together, and columns; each part must have just the rows it needs."""
-    block_shape = _block_shape(site)
-    row = 0
-    for part, place in _parts(site):
+        return
+    for part, place in zip(site.parts, site.quant.parts, strict=True):
         rows, _ = scale_shape((part.out_features, site.in_features), block_shape)
         if place.scale_rows != (row, row + rows):
             raise _disagree(site, part, f"scale rows {(row, row + rows)}", f"{place.scale_rows}")
         row += rows
-    return row, scale_shape((1, site.in_features), block_shape)[1]
 
 
 def _format_of(site: SitePlan, part: PartPlan, survey: Survey) -> ModuleFormat:
     fmt = survey.formats.get(part.module)
     if fmt is None:
         raise _disagree(site, part, "a surveyed projection", "a module the survey does not know")
-    if fmt.scheme != site.quant.scheme and (fmt.scheme, site.quant.scheme) != ("none", "fp8_block"):
+    if fmt.scheme not in ("none", site.quant.scheme):
         raise _disagree(site, part, f"a part stored as {site.quant.scheme}", fmt.scheme)
-    if fmt.scheme == "fp8_block" and fmt.block_shape != site.quant.scale.block_shape:
+    if fmt.scheme != "none" and fmt.block_shape != site.quant.scale.block_shape:
         raise _disagree(site, part, f"blocks of {site.quant.scale.block_shape}", fmt.block_shape)
     return fmt
 
@@ -137,9 +128,10 @@ def _read(
     part: PartPlan,
     fmt: ModuleFormat,
     source: WeightSource,
-    device: torch.device | str,
+    device: torch.device | str | None,
 ) -> PartWeights:
-    stored = reader_for(fmt.scheme).read_part(source, part.module, fmt)
+    """One part's tensors, quantised (on `device`) if the plan says so and the file does not."""
+    stored = reader_for(fmt.reader).read_part(source, fmt)
     if tuple(stored.weight.shape) != (part.out_features, site.in_features):
         raise _disagree(
             site,
@@ -149,12 +141,10 @@ def _read(
         )
     if fmt.scheme == site.quant.scheme:
         return stored
-    codes, scale = fp8_block.quantise(
-        stored.weight.to(device=device, dtype=torch.float32), _block_shape(site)
-    )
+    codes, scale = encode_for(stored.weight.to(device=device, dtype=torch.float32), site.quant)
     if not bool(torch.isfinite(scale).all()):
         raise _not_finite(stored.weight, part, fmt, source, "before it is quantised")
-    return PartWeights(codes, {fp8_block.SCALE: scale})
+    return PartWeights(codes, scale)
 
 
 def _check_finite(
@@ -165,6 +155,8 @@ def _check_finite(
     source: WeightSource,
 ) -> None:
     """A cast to a dtype of smaller range can turn large weights into Inf without a word."""
+    if not packed.is_floating_point():
+        return
     narrowed = torch.finfo(packed.dtype).max < torch.finfo(stored.dtype).max
     if narrowed and not bool(torch.isfinite(packed).all()):
         raise _not_finite(packed, part, fmt, source, f"in {packed.dtype}")

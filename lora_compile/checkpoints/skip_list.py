@@ -1,7 +1,8 @@
-"""The config's list of modules that were not quantised."""
+"""The config's lists of modules that were not quantised."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -9,8 +10,8 @@ from typing import Any
 
 from lora_compile.errors import CheckpointInvalid
 
-# DeepSeek and transformers write the first, MiniMax and AutoFP8 the second.
-_KEYS = ("modules_to_not_convert", "ignored_layers")
+REGEX = "re:"
+"""compressed-tensors marks regular expressions by it; they are anchored at the start only."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,10 @@ class SkipList:
     entries: tuple[str, ...]
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, file: str) -> SkipList:
-        """Raises CheckpointInvalid for a list that is not one of names."""
+    def from_config(cls, lists: Mapping[str, Any], *, file: str) -> SkipList:
+        """Key of the config -> its list. Raises CheckpointInvalid for one that is not of names."""
         entries: list[str] = []
-        for key in _KEYS:
-            value = config.get(key)
-            if value is None:
-                continue
+        for key, value in lists.items():
             if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
                 raise CheckpointInvalid(
                     "the list of unquantised modules is not a list of names",
@@ -42,10 +40,15 @@ class SkipList:
         """The entry that names this module or its fused group, else None.
 
         An entry matches a run of whole path components: `mlp.gate` names `model.layers.3.mlp.gate`
-        and all below it, never `...mlp.gate_proj`. `*` and `?` work inside a component.
+        and all below it, never `...mlp.gate_proj`. `*` and `?` work inside a component. `re:X`
+        matches where X matches from the start of the module's path.
         """
         names = [name.split(".") for name in (module, group) if name is not None]
         for entry in self.entries:
+            if entry.startswith(REGEX):
+                if re.match(entry.removeprefix(REGEX), module):
+                    return entry
+                continue
             wanted = entry.split(".")
             if any(_contains(name, wanted) for name in names):
                 return entry

@@ -7,39 +7,26 @@ parameter, or ignored by a named rule. Nothing falls back to "unquantised".
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
-from lora_compile.checkpoints.block_scales import (
-    SCALE_SUFFIX,
-    check_block_scale,
-    read_block_shape,
-)
+from lora_compile.checkpoints.ledger import FLOAT_DTYPES, Ledger
+from lora_compile.checkpoints.scales import STORED_NAMES, check_scale_values, check_stored
 from lora_compile.checkpoints.skip_list import SkipList
 from lora_compile.checkpoints.source import WeightSource
+from lora_compile.checkpoints.stacked import (
+    NO_RULES,
+    ParameterRules,
+    Stack,
+    is_stored_in_pieces,
+)
 from lora_compile.errors import (
     CheckpointInvalid,
-    FaultList,
     LoraCompileError,
-    SchemeUnsupported,
     TensorMissing,
-    TensorShape,
-    TensorUnexpected,
 )
-
-SchemeName = Literal["none", "fp8_block"]
-SCHEMES: tuple[str, ...] = ("none", "fp8_block")
-FLOAT_DTYPES = ("BF16", "F16", "F32")
-FP8 = "F8_E4M3"
-
-
-class NamedScheme(Protocol):
-    """All that a survey needs of a quantisation scheme."""
-
-    @property
-    def name(self) -> str: ...
+from lora_compile.schemas.quant_detect import Detected
 
 
 @dataclass(frozen=True)
@@ -61,14 +48,20 @@ class ModuleSpec:
 class ModuleFormat:
     """How one projection is stored."""
 
-    scheme: SchemeName
+    scheme: str
     weight_dtype: str
     """The stored weight's dtype as safetensors spells it."""
     block_shape: tuple[int, int] | None
-    """(rows, columns) of a scale block, from the config; None when there are no scales."""
+    """(rows, columns) of a scale block, from the config; None when there are no block scales."""
     keys: tuple[str, ...]
-    """Keys in the checkpoint: the weight first, then its scale, then its bias, as far as any."""
+    """Keys in the checkpoint: the weight first, its bias last, as far as any."""
     why: str
+    reader: str = "none"
+    """Module of `checkpoints.readers` that reads it."""
+    aux: Mapping[str, str] = field(default_factory=dict)
+    """The other tensors of the weight: the ops' name -> the key in the checkpoint."""
+    input_scale: float | None = None
+    """The static scale of the input, where the scheme has one."""
 
     @property
     def weight_key(self) -> str:
@@ -93,140 +86,186 @@ class Survey:
     """Parameters that belong to no projection (norms and the like), in the caller's order."""
     ignored: Mapping[str, str]
     """Tensor that is left out on purpose -> why."""
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
+    """Those of `other` that are stored piece by piece."""
 
 
 def survey(
     source: WeightSource,
     modules: Iterable[ModuleSpec],
-    scheme: NamedScheme,
+    detected: Detected,
     *,
     quantization_config: Mapping[str, Any] | None,
     other: Mapping[str, tuple[int, ...]],
     ignored: Mapping[str, str],
+    rules: ParameterRules = NO_RULES,
 ) -> Survey:
     """Find every projection's tensors and account for all tensors of `source`.
 
     Args:
         source: the checkpoint or live model.
         modules: the projections, each once.
-        scheme: the scheme that the checkpoint's config resolved to.
+        detected: what the checkpoint's config resolved to.
         quantization_config: that config, or None for an unquantised checkpoint.
         other: parameters and buffers outside projections -> their shapes.
         ignored: regular expressions, matched against whole tensor names -> why they are left out.
+        rules: parameters that may be stored piece by piece, and modules that must be unquantised.
 
     Reads headers, and the scale tensors themselves (NaN, Inf and values <= 0 are found here).
 
     Raises:
-        SchemeUnsupported, CheckpointInvalid, TensorMissing, TensorUnexpected, TensorShape,
+        CheckpointInvalid, SchemeUnsupported, TensorMissing, TensorUnexpected, TensorShape,
         TensorNotFinite; several come together as Faults.
     """
-    if scheme.name not in SCHEMES:
-        raise SchemeUnsupported(
-            f"no reader for the scheme {scheme.name}",
-            file=source.name,
-            expected=" or ".join(SCHEMES),
-            found=scheme.name,
-        )
-    work = _Surveyor(source, scheme.name, quantization_config)
+    ledger = Ledger(source)
+    work = _Surveyor(ledger, detected, quantization_config)
     formats: dict[str, ModuleFormat] = {}
     for spec in modules:
         found = work.module(spec)
         if found is not None:
             formats[spec.module] = found
     work.scheme_is_used(formats)
-    work.parameters(other)
-    left_out = work.leftovers(ignored)
-    work.faults.raise_if_any()
-    return Survey(source.name, scheme.name, formats, tuple(other), left_out)
+    ledger.parameters(other, rules)
+    left_out = ledger.leftovers(ignored)
+    ledger.faults.raise_if_any()
+    return Survey(
+        source.name,
+        detected.scheme.name,
+        formats,
+        tuple(other),
+        left_out,
+        {name: s for name, s in rules.stacks.items() if is_stored_in_pieces(s, source)},
+    )
 
 
 class _Surveyor:
-    """State of one survey: the tensors accounted for so far, and the faults."""
+    """Decides the format of one projection after the other."""
 
-    def __init__(self, source: WeightSource, scheme: str, config: Mapping[str, Any] | None) -> None:
-        self.source = source
-        self.headers = source.headers
-        self.scheme = scheme
-        self.faults = FaultList()
-        self.taken: set[str] = set()
+    def __init__(
+        self, ledger: Ledger, detected: Detected, config: Mapping[str, Any] | None
+    ) -> None:
+        self.ledger = ledger
+        self.source, self.headers, self.faults = ledger.source, ledger.headers, ledger.faults
+        self.detected = detected
+        self.scheme = detected.scheme.name
+        tensors = detected.form.tensors
+        self.weight = tensors["weight"]
+        self.beside = {name: spec for name, spec in tensors.items() if name != "weight"}
         self.skip = SkipList(())
-        try:
-            self.skip = SkipList.from_config(config or {}, file=source.name)
-        except LoraCompileError as error:
-            self.faults.add(error)
-        self.block_shape: tuple[int, int] | None = None
-        if scheme == "fp8_block" or any(key.endswith(SCALE_SUFFIX) for key in self.headers):
-            try:
-                self.block_shape = read_block_shape(source, config)
-            except LoraCompileError as error:
-                self.faults.add(error)
+        with self.faults.collecting():
+            self.skip = SkipList.from_config(detected.skipped(config), file=self.source.name)
 
     def module(self, spec: ModuleSpec) -> ModuleFormat | None:
         own = f"{spec.module}.weight"
-        scale = f"{spec.module}{SCALE_SUFFIX}"
         bias = tuple(f"{spec.module}.bias" for _ in range(spec.has_bias))
-        shape = (spec.out_features, spec.in_features)
         for key in bias:
-            self._expect(key, (spec.out_features,), spec.module)
-        if own not in self.headers and spec.tied_to is not None:
-            tied = f"{spec.tied_to}.weight"
-            if not self._expect(tied, shape, spec.module):
-                return None
-            why = f"no {own} in the checkpoint: the weight is {tied}"
-            dtype = self.headers[tied].dtype
-            return ModuleFormat("none", dtype, None, (tied, *bias), why)
+            self.ledger.expect(key, (spec.out_features,), spec.module)
         if own not in self.headers:
+            if spec.tied_to is not None:
+                return self._tied(spec, own, bias)
             self._weight_missing(spec, own)
             return None
-        if scale in self.headers:
-            return self._fp8_block(spec, own, scale, bias)
-        if self.headers[own].dtype == FP8:
-            self.taken.add(own)
-            self.faults.add(
-                TensorMissing(
-                    "an FP8 weight without its scales",
-                    file=self.headers[own].file,
-                    where=spec.module,
-                    tensor=scale,
-                    expected=f"F32 block scales beside {own}",
-                    found=self._siblings(spec.module, own),
-                )
-            )
+        scales = {name: f"{spec.module}.{tensor.suffix}" for name, tensor in self.beside.items()}
+        present = [key for key in scales.values() if key in self.headers]
+        coded = self.headers[own].dtype not in FLOAT_DTYPES
+        if present or (coded and self._codes_of_some_scheme(own)):
+            return self._quantised(spec, own, scales, bias)
+        if coded and self.scheme == "none":
+            self._undeclared(spec, own)
             return None
-        if not self._expect(own, shape, spec.module):
+        if not self.ledger.expect(own, (spec.out_features, spec.in_features), spec.module):
             return None
         why = self._why_unquantised(spec, own)
         return ModuleFormat("none", self.headers[own].dtype, None, (own, *bias), why)
 
-    def _fp8_block(
-        self, spec: ModuleSpec, own: str, scale: str, bias: tuple[str, ...]
+    def _codes_of_some_scheme(self, own: str) -> bool:
+        """Whether the weight has the dtype of codes that the declared scheme has."""
+        dtypes = [STORED_NAMES[dtype] for dtype in self.weight.dtypes]
+        return self.headers[own].dtype in dtypes
+
+    def _undeclared(self, spec: ModuleSpec, own: str) -> None:
+        siblings = self._siblings(spec.module, own)
+        self.ledger.taken |= {key for key in self.headers if key.startswith(f"{spec.module}.")}
+        self.faults.add(
+            CheckpointInvalid(
+                "a weight is stored in codes, but no quantization_config says how to read them",
+                file=self.headers[own].file,
+                where=spec.module,
+                tensor=own,
+                expected=f"{'/'.join(FLOAT_DTYPES)}, or a quantization_config in config.json",
+                found=f"{self.headers[own].dtype}, {siblings}",
+                fix="add the quantization_config that the checkpoint was written with",
+            )
+        )
+
+    def _tied(self, spec: ModuleSpec, own: str, bias: tuple[str, ...]) -> ModuleFormat | None:
+        tied = f"{spec.tied_to}.weight"
+        if not self.ledger.expect(tied, (spec.out_features, spec.in_features), spec.module):
+            return None
+        why = f"no {own} in the checkpoint: the weight is {tied}"
+        return ModuleFormat("none", self.headers[tied].dtype, None, (tied, *bias), why)
+
+    def _quantised(
+        self, spec: ModuleSpec, own: str, scales: Mapping[str, str], bias: tuple[str, ...]
     ) -> ModuleFormat | None:
-        self.taken |= {own, scale}
-        header = self.headers[own]
-        shape = (spec.out_features, spec.in_features)
-        if header.dtype != FP8 or header.shape != shape:
+        self.ledger.taken |= {own, *(key for key in scales.values() if key in self.headers)}
+        missing = [key for key in scales.values() if key not in self.headers]
+        for key in missing:
             self.faults.add(
-                TensorShape(
-                    "a weight that has block scales is not the FP8 weight they belong to",
-                    file=header.file,
+                TensorMissing(
+                    f"a {self.headers[own].dtype} weight without its scales",
+                    file=self.headers[own].file,
                     where=spec.module,
-                    tensor=own,
-                    expected=f"{FP8} {list(shape)}",
-                    found=f"{header.dtype} {list(header.shape)}",
+                    tensor=key,
+                    expected=f"{', '.join(scales.values())} beside {own}, as {self.scheme} has",
+                    found=self._siblings(spec.module, own),
+                    fix="check that the checkpoint is complete, and what its config declares",
                 )
             )
+        if missing:
             return None
-        if self.block_shape is None:
-            return None  # told once, for the whole config
+        shape, blocks = (spec.out_features, spec.in_features), self.detected.block_shape
+        values = {}
         try:
-            check_block_scale(self.source, scale, shape, self.block_shape, where=spec.module)
+            check_stored(
+                self.source,
+                own,
+                self.weight,
+                shape,
+                blocks,
+                what="a weight that has scales is not the weight they belong to",
+                where=spec.module,
+            )
+            for name, key in scales.items():
+                check_stored(
+                    self.source,
+                    key,
+                    self.beside[name],
+                    shape,
+                    blocks,
+                    what="scales of the wrong shape or dtype",
+                    where=spec.module,
+                )
+                values[name] = check_scale_values(self.source, key, where=spec.module)
         except LoraCompileError as error:
             self.faults.add(error)
             return None
-        why = f"{FP8} weight with {list(self.block_shape)} block scales"
+        dtype = self.headers[own].dtype
+        granularity = f"{list(blocks)} block scales" if blocks else "scales"
+        why = f"{dtype} weight with {granularity}, as {self.scheme} has them"
         if (entry := self.skip.entry_for(spec.module, spec.group)) is not None:
             why += f"; the config lists it as not converted ({entry}), and the tensors decide"
-        return ModuleFormat("fp8_block", FP8, self.block_shape, (own, scale, *bias), why)
+        static = values.get("input_scale")
+        return ModuleFormat(
+            scheme=self.scheme,
+            weight_dtype=dtype,
+            block_shape=blocks,
+            keys=(own, *scales.values(), *bias),
+            why=why,
+            reader=str(self.detected.form.reader),
+            aux=dict(scales),
+            input_scale=None if static is None else float(static),
+        )
 
     def _why_unquantised(self, spec: ModuleSpec, own: str) -> str:
         dtype = self.headers[own].dtype
@@ -240,42 +279,10 @@ class _Surveyor:
             return f"{why}; not converted, as the config says ({entry})"
         return f"{why}; the config does not list it as not converted, and the tensors decide"
 
-    def _expect(self, key: str, shape: tuple[int, ...], where: str | None) -> bool:
-        """Take a floating-point tensor of this shape, or note what is wrong with it."""
-        self.taken.add(key)
-        header = self.headers.get(key)
-        if header is None:
-            self.faults.add(
-                TensorMissing(
-                    "the checkpoint lacks a tensor of the model",
-                    file=self.source.name,
-                    where=where,
-                    tensor=key,
-                    expected=f"shape {list(shape)}",
-                    fix="check that the checkpoint is complete and of this architecture",
-                )
-            )
-            return False
-        if header.shape == shape and header.dtype in FLOAT_DTYPES:
-            return True
-        self.faults.add(
-            TensorShape(
-                "a tensor of the wrong shape"
-                if header.shape != shape
-                else "a tensor of a dtype that is not read unquantised",
-                file=header.file,
-                where=where,
-                tensor=key,
-                expected=f"{'/'.join(FLOAT_DTYPES)} {list(shape)}",
-                found=f"{header.dtype} {list(header.shape)}",
-            )
-        )
-        return False
-
     def _weight_missing(self, spec: ModuleSpec, own: str) -> None:
         siblings = self._siblings(spec.module, own)
         # They are named in this fault; telling each again as unexpected would bury it.
-        self.taken |= {key for key in self.headers if key.startswith(f"{spec.module}.")}
+        self.ledger.taken |= {key for key in self.headers if key.startswith(f"{spec.module}.")}
         self.faults.add(
             TensorMissing(
                 "the checkpoint lacks the weight of a projection",
@@ -284,8 +291,8 @@ class _Surveyor:
                 tensor=own,
                 expected=f"shape {[spec.out_features, spec.in_features]}",
                 found=siblings,
-                fix="check that the checkpoint is complete, of this architecture, and of a scheme "
-                f"that is read ({', '.join(SCHEMES)})",
+                fix="check that the checkpoint is complete, of this architecture, and of the "
+                f"scheme that its config declares ({self.scheme})",
             )
         )
 
@@ -297,41 +304,18 @@ class _Surveyor:
 
     def scheme_is_used(self, formats: Mapping[str, ModuleFormat]) -> None:
         """A config that declares a scheme which no tensor has contradicts its files."""
-        if self.scheme != "fp8_block" or self.faults:
+        if self.scheme == "none" or self.faults:
             return
-        if not any(found.scheme == "fp8_block" for found in formats.values()):
+        if not any(found.scheme == self.scheme for found in formats.values()):
+            suffixes = ", ".join(f"`{tensor.suffix}`" for tensor in self.beside.values())
             self.faults.add(
                 CheckpointInvalid(
-                    "the config declares block FP8, but no projection is stored in it",
+                    f"the config declares {self.scheme}, but no projection is stored in it",
                     file=self.source.name,
-                    expected=f"{FP8} weights with `weight_scale_inv`",
+                    expected=f"{'/'.join(STORED_NAMES[d] for d in self.weight.dtypes)} weights "
+                    f"with {suffixes}",
                     found=", ".join(sorted({found.weight_dtype for found in formats.values()})),
                     fix="remove `quantization_config` from config.json if the weights are meant to "
                     "be unquantised",
                 )
             )
-
-    def parameters(self, other: Mapping[str, tuple[int, ...]]) -> None:
-        for key, shape in other.items():
-            self._expect(key, tuple(shape), None)
-
-    def leftovers(self, ignored: Mapping[str, str]) -> dict[str, str]:
-        """Name -> why of the ignored tensors; all others that nobody took are faults."""
-        rules = [(re.compile(pattern), why) for pattern, why in ignored.items()]
-        left_out: dict[str, str] = {}
-        for key in sorted(self.headers.keys() - self.taken):
-            rule = next((why for pattern, why in rules if pattern.fullmatch(key)), None)
-            if rule is not None:
-                left_out[key] = rule
-                continue
-            header = self.headers[key]
-            self.faults.add(
-                TensorUnexpected(
-                    "a tensor that no part of the model takes",
-                    file=header.file,
-                    tensor=key,
-                    found=f"{header.dtype} {list(header.shape)}",
-                    fix="if it may be left out, say so in the architecture file's ignored tensors",
-                )
-            )
-        return left_out

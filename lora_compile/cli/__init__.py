@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 
 def main() -> None:
@@ -17,6 +18,8 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # The steps that we print say what goes on; bars of other libraries would cut through them.
     os.environ.setdefault("TQDM_DISABLE", "1")
+    # transformers caches the answers of version checks; that Dynamo traces through them is fine.
+    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     from lora_compile.cli.app import app
     from lora_compile.cli.output import show_faults
     from lora_compile.errors import LoraCompileError

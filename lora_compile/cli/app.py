@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lora_compile.cli import check, explain, run, schema
+from lora_compile.cli import check, explain, run, schema, verify
 
 app = typer.Typer(
     name="lora-compile",
@@ -16,4 +16,5 @@ app = typer.Typer(
 app.command("check")(check.check)
 app.command("explain")(explain.explain)
 app.command("run")(run.run)
+app.command("verify")(verify.verify)
 app.add_typer(schema.app, name="schema")

@@ -21,7 +21,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 def check(deployment: DeploymentFile, as_json: AsJson = False) -> None:
     """Check a deployment: files, architecture, scheme, widths, adapters. Loads nothing."""
     with Steps(quiet=as_json).running() as progress:
-        prepared = prepare(deployment, convert=False, progress=progress)
+        prepared = prepare(deployment, make=False, progress=progress)
     if as_json:
         print_json({"ok": True, **summary(prepared)})
         return

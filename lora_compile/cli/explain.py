@@ -26,7 +26,7 @@ def explain(
 ) -> None:
     """Explain a deployment: what is fused, which scheme and kernel, bytes, adapters -> sites."""
     with Steps(quiet=as_json).running() as progress:
-        prepared = prepare(deployment, convert=False, progress=progress)
+        prepared = prepare(deployment, make=False, progress=progress)
         texts = {}
         if graphs:
             from lora_compile.runtime.trace import trace_graphs
@@ -61,7 +61,7 @@ def _show_sites(plan: Plan) -> None:
     """A block per site, with a line per part; equal layers are shown once."""
     groups: dict[Any, list[SitePlan]] = {}
     for site in plan.sites:
-        key = (site.role, site.quant.model_dump_json(), site.lora, site.tied_to, site.why)
+        key = (_role(site), site.quant.model_dump_json(), site.lora, site.tied_to, site.why)
         groups.setdefault(key, []).append(site)
     device = torch.device(plan.device).type
     console.print("\n[bold]sites[/] (equal layers together)")
@@ -74,12 +74,23 @@ def _show_sites(plan: Plan) -> None:
         console.print(f"\n[bold]{escape(_site_name(sites))}[/]  {', '.join(facts)}")
         tied = f"; shares the weight of {first.tied_to}" if first.tied_to else ""
         console.print(f"    [dim]{escape(first.why + tied)}[/]")
+        width = max(14, *(len(part.name) + 2 for part in first.quant.parts))
         for part in first.quant.parts:
             low, high = part.rows
-            line = f"    {part.name:<14}rows {low:>6} to {high:<6} of {first.in_features}"
+            line = f"    {part.name:<{width}}rows {low:>6} to {high:<6} of {first.in_features}"
             if part.scale_rows is not None:
                 line += "   scale rows {:>3} to {}".format(*part.scale_rows)
             console.print(line)
+    for kept in plan.kept:
+        if kept.modules:
+            count = len(kept.modules)
+            console.print(f"\n[bold]{escape(kept.modules[0])}[/] and alike, {count} in all")
+            console.print(f"    [dim]{escape(kept.what)}: as transformers runs them[/]")
+
+
+def _role(site: SitePlan) -> str:
+    """The site's path without the number of its layer: a name may stand at several places."""
+    return site.name.replace(f".{site.layer}.", ".*.", 1)
 
 
 def _site_name(sites: list[SitePlan]) -> str:
@@ -113,7 +124,9 @@ def _show_adapters(prepared: Prepared) -> None:
         for tensor in adapter.report.tensors:
             if tensor.role != "lora_A":
                 continue
-            role = prepared.plan.by_name[tensor.site].role
+            role = _role(prepared.plan.by_name[tensor.site]).removeprefix(
+                f"{prepared.plan.layers}.*."
+            )
             key = (role, ", ".join(tensor.parts), tensor.rank, tensor.scale, tensor.decided_by)
             groups.setdefault(key, []).append(tensor.layer)
         for (role, parts, rank, scale, how), layers in groups.items():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -38,9 +39,19 @@ def show_faults(error: LoraCompileError, *, as_json: bool) -> None:
     errors.print(f"[bold]{len(faults)} {'fault' if len(faults) == 1 else 'faults'}[/]")
 
 
-def table(title: str, *columns: str) -> Table:
-    """An empty table in the house style; columns that start with `>` are right-aligned."""
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+def table(title: str, *columns: str, compact: bool = False) -> Table:
+    """An empty table in the house style; columns that start with `>` are right-aligned.
+
+    Args:
+        compact: without lines between the columns, for many columns of numbers.
+    """
+    made = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=box.SIMPLE_HEAD if compact else box.HEAVY_HEAD,
+    )
     for column in columns:
         right = column.startswith(">")
         made.add_column(

@@ -16,14 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from lora_compile import torch_compat
 from lora_compile.adapters.peft_reader import read_adapter
 from lora_compile.api import load_prepared
-from lora_compile.checkpoints.packing import dense_bias, dense_part
+from lora_compile.checkpoints.packing import DensePart, dense_part
 from lora_compile.cli.check import AsJson, DeploymentFile
 from lora_compile.cli.output import Steps, console, errors, print_json, table
 from lora_compile.errors import MissingKey
 from lora_compile.planning.plan import SitePlan
 from lora_compile.planning.prepare import Prepared, prepare
 from lora_compile.runtime.model import LoraModel
-from lora_compile.runtime.prompts import encode_rows
+from lora_compile.runtime.prompts import encode_prompts
 from lora_compile.runtime.site_gate import DELTA_LIMIT, OUTPUT_LIMIT, GateResult, GateRow, SiteGate
 from lora_compile.schemas.deployment import Generation
 
@@ -51,7 +51,7 @@ def run(deployment: DeploymentFile, no_gate: NoGate = False, as_json: AsJson = F
     """Load a deployment, compile it and generate its rows as one batch."""
     started = time.perf_counter()
     with Steps(quiet=as_json).running() as progress:
-        prepared = prepare(deployment, convert=True, progress=progress)
+        prepared = prepare(deployment, make=True, progress=progress)
         generation = prepared.deployment.value.generation
         if generation is None:
             source = prepared.deployment.source
@@ -103,7 +103,13 @@ def _generate(
 
     rows = generation.rows
     tokenizer = AutoTokenizer.from_pretrained(str(prepared.model_path), local_files_only=True)
-    batch = encode_rows(tokenizer, generation, torch.device(prepared.plan.device))
+    batch = encode_prompts(
+        tokenizer,
+        [row.prompt for row in rows],
+        chat=generation.chat,
+        system=generation.system,
+        device=torch.device(prepared.plan.device),
+    )
     names = [row.adapter for row in rows]
     scales = [row.scale for row in rows]
 
@@ -165,18 +171,15 @@ def _site_gate(prepared: Prepared, generation: Generation, model: LoraModel) -> 
     assert checkpoint is not None
     assert survey is not None
 
-    def dense(site: SitePlan, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return (
-            dense_part(site, index, checkpoint, survey),
-            dense_bias(site, index, checkpoint, survey),
-        )
+    def read_part(site: SitePlan, index: int) -> DensePart:
+        return dense_part(site, index, checkpoint, survey)
 
     read = {a.name: (read_adapter(a.path, prepared.plan), a.scale) for a in prepared.adapters}
     rows = []
     for row in generation.rows:
         adapter, own = read[row.adapter] if row.adapter is not None else (None, 1.0)
         rows += [GateRow(adapter, row.scale * own)] * generation.num_beams
-    return SiteGate(prepared.plan, model.module, dense, rows)
+    return SiteGate(prepared.plan, model.module, read_part, rows)
 
 
 def _show(generation: Generation, model: LoraModel, outcome: Outcome, total: float) -> None:

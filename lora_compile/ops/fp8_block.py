@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op
 
+from lora_compile.ops.activations import quantize_groups
 from lora_compile.ops.kernels import (
     BlockScales,
     Expand,
@@ -20,7 +21,7 @@ from lora_compile.ops.kernels import (
     require_triton,
 )
 from lora_compile.ops.lora import expand
-from lora_compile.ops.quant import dequantize_blocks, multiply_groups, quantize_groups
+from lora_compile.ops.quant import dequantize_blocks, multiply_groups
 from lora_compile.ops.rows import check_fits, leading_rows
 from lora_compile.ops.source_digest import kernel_kind
 

@@ -164,7 +164,8 @@ def site_experts(
         (T, H), x.dtype, rounded once.
 
     Raises:
-        FeatureUnsupported: another layout or activation.
+        FeatureUnsupported: another layout or activation; static input scales that differ between
+            gate and up where the layout is `interleaved`.
         RequestInvalid: as in `site_linear`.
     """
     return reference.site_experts(
@@ -206,7 +207,7 @@ def _(
     activation: str,
     packed: bool,
 ) -> Tensor:
-    reference.refuse_experts(layout, activation)
+    reference.refuse_experts(layout, activation, parse_quant(quant13))
     if adapter:
         _check_rows(x, rows, packed)
     return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lora_compile.errors import FeatureUnsupported
+from lora_compile.ops.activations import quantize_groups, quantize_planes, quantize_tokens
 from lora_compile.schemas.quant_info import QuantInfo
 
-FP8_MAX = 448.0
-"""Largest finite float8_e4m3fn."""
+CODE_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 @cache
@@ -30,11 +30,6 @@ def parse_quant(quant: str) -> QuantInfo:
             fix="use a checkpoint without them",
         )
     return info
-
-
-def boundaries(info: QuantInfo) -> list[int]:
-    """Row boundaries of the parts, [0, N_0, N_0 + N_1, …], as the lowered ops take them."""
-    return [0, *(part.rows[1] for part in info.parts)]
 
 
 # Blocks and groups below are expanded over whole blocks, and the ragged rest is handled apart. Do
@@ -95,74 +90,90 @@ def dequantize_blocks(
     return multiply_groups(weight.float(), rows, block_shape[1])
 
 
-def dequantize_weight(weight: Tensor, aux: list[Tensor], info: QuantInfo) -> Tensor:
-    """Q(W): the weight's values.
+def dequantize_part(weight: Tensor, aux: list[Tensor], info: QuantInfo, part: int) -> Tensor:
+    """Q(W) of one part: its values.
 
     Args:
-        weight: (N, K) codes.
+        weight: (N, K) codes of all parts.
         aux: the tensors of `info.aux_names`.
 
     Returns:
-        (N, K) float32.
+        (N_p, K) float32.
     """
-    if info.scale.granularity == "none":
-        return weight.float()
-    assert info.scale.block_shape is not None
-    return dequantize_blocks(weight, aux[0], boundaries(info), list(info.scale.block_shape))
-
-
-def dequantize_part(weight: Tensor, aux: list[Tensor], info: QuantInfo, part: int) -> Tensor:
-    """Q(W) of one part: (N_p, K) float32. Arguments as in `dequantize_weight`."""
     low, high = info.parts[part].rows
     if info.scale.granularity == "none":
         return weight[low:high].float()
+    if info.scale.block_shape is None:
+        return weight[low:high].float() * aux[0][low:high].float().unsqueeze(1)
     scale_rows = info.parts[part].scale_rows
-    assert info.scale.block_shape is not None
     assert scale_rows is not None
     scale = aux[0][slice(*scale_rows)]
     block_shape = list(info.scale.block_shape)
     return dequantize_blocks(weight[low:high], scale, [0, high - low], block_shape)
 
 
-def quantize_groups(x: Tensor, group: int, min_scale: float) -> tuple[Tensor, Tensor]:
-    """x (..., K) -> FP8 codes (..., K) and scales (..., ceil(K / group)) float32.
+def scaled_product(xq: Tensor, xs: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """(acc * xs) * weight_scale, with acc[l, n] the sum over k of xq[l, k] * weight[n, k].
 
-    scale = max(amax / 448, min_scale) over each `group` consecutive columns (the last group may
-    have fewer); code = x / scale rounded to the nearest float8_e4m3fn. The scheme of DeepSeek-V3's
-    checkpoints (`activation_scheme: dynamic`).
+    Two float32 products in this order, each rounded, so that whoever has the same acc has the same
+    bits. acc is exact for int8 codes (as long as K < 2**17, within int32 too) and rounded once to
+    float32; for FP8 codes it is a float32 sum.
+
+    Args:
+        xq: (L, K) codes.
+        xs: (L,) float32.
+        weight: (N, K) codes.
+        weight_scale: (N,) float32.
+
+    Returns:
+        (L, N) float32.
     """
-    columns = x.shape[-1]
-    blocks = columns // group
-    codes, scales = [], []
-    if blocks:
-        whole = torch.unflatten(x[..., : blocks * group], -1, (blocks, group))
-        code, scale = _quantize_last(whole, min_scale)
-        codes.append(code.flatten(-2))
-        scales.append(scale)
-    if columns % group:
-        code, scale = _quantize_last(x[..., blocks * group :].unsqueeze(-2), min_scale)
-        codes.append(code.flatten(-2))
-        scales.append(scale)
-    if len(codes) == 1:
-        return codes[0], scales[0]
-    return torch.cat(codes, -1), torch.cat(scales, -1)
+    # Integers of float64 are exact to 2**53, whatever the order of the sum.
+    wide = torch.float64 if weight.dtype == torch.int8 else torch.float32
+    acc = (xq.to(wide) @ weight.to(wide).T).float()
+    return acc * xs.unsqueeze(1) * weight_scale.float()
 
 
-def _quantize_last(values: Tensor, min_scale: float) -> tuple[Tensor, Tensor]:
-    """One scale over the last dimension: codes (..., c) and scales (...)."""
-    values = values.float()
-    # Divided by a tensor: CUDA turns a division by a number into a product with its reciprocal.
-    largest = torch.full((), FP8_MAX, dtype=torch.float32, device=values.device)
-    scale = (values.abs().amax(-1) / largest).clamp(min=min_scale)
-    codes = (values / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
-    return codes.to(torch.float8_e4m3fn), scale
+def quantize_activation(x: Tensor, aux: list[Tensor], info: QuantInfo) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x (L, K), as the scheme's lowered quantise op gives them.
+
+    Args:
+        aux: the tensors of `info.aux_names`.
+    """
+    activation = info.activation
+    assert activation.dtype is not None
+    if activation.handling == "static":
+        input_scale = aux[info.aux_names.index("input_scale")]
+        return quantize_planes(x, input_scale, CODE_DTYPES[activation.dtype])
+    assert activation.min_scale is not None
+    if activation.granularity == "token":
+        return quantize_tokens(x, CODE_DTYPES[activation.dtype], activation.min_scale)
+    assert activation.group is not None
+    return quantize_groups(x, activation.group, activation.min_scale)
 
 
-def quantize_activation(x: Tensor, info: QuantInfo) -> Tensor:
-    """q(x): x as the scheme's base GEMM sees it, in fp32."""
+def base_product(
+    x: Tensor, weight: Tensor, aux: list[Tensor], info: QuantInfo, part: int
+) -> Tensor:
+    """Q(W) q(x) of one part, without bias: what every scheme's base GEMM means.
+
+    Args:
+        x: (L, K).
+        weight: (N, K) codes of all parts.
+        aux: the tensors of `info.aux_names`.
+
+    Returns:
+        (L, N_p) float32.
+    """
     if info.activation.handling == "none":
-        return x.float()
-    assert info.activation.group is not None
-    assert info.activation.min_scale is not None
-    codes, scale = quantize_groups(x, info.activation.group, info.activation.min_scale)
-    return multiply_groups(codes.float(), scale, info.activation.group)
+        return x.float() @ dequantize_part(weight, aux, info, part).T
+    xq, xs = quantize_activation(x, aux, info)
+    plane, group = info.planes[part], info.activation.group
+    if group is None and info.scale.granularity in ("tensor", "row"):
+        low, high = info.parts[part].rows
+        return scaled_product(xq[plane], xs[plane], weight[low:high], aux[0][low:high])
+    if group is None:
+        qx = xq[plane].float() * xs[plane].unsqueeze(1)
+    else:
+        qx = multiply_groups(xq.float(), xs, group)
+    return qx @ dequantize_part(weight, aux, info, part).T

@@ -11,13 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lora_compile.errors import FeatureUnsupported
-from lora_compile.ops.quant import (
-    dequantize_part,
-    dequantize_weight,
-    parse_quant,
-    quantize_activation,
-)
+from lora_compile.ops.quant import base_product, parse_quant
 from lora_compile.ops.rows import resolve_rows
+from lora_compile.schemas.quant_info import QuantInfo
 
 
 def live_slots(slot: Tensor, rank: Tensor) -> list[tuple[int, int, Tensor]]:
@@ -44,7 +40,7 @@ def site_linear(
     info = parse_quant(quant)
     low, high = info.parts[part].rows
     flat = x.reshape(-1, x.shape[-1])
-    base = quantize_activation(flat, info) @ dequantize_part(weight, aux, info, part).T
+    base = base_product(flat, weight, aux, info, part)
     if bias is not None:
         base = base + bias[low:high].float()
     if adapter:
@@ -92,19 +88,17 @@ def site_experts(
     packed: bool,
 ) -> Tensor:
     """Gate/up, activation, down, times the routing weight. See `markers.site_experts`."""
-    refuse_experts(layout, activation)
     info13, info2 = parse_quant(quant13), parse_quant(quant2)
+    refuse_experts(layout, activation, info13)
     experts = w13.shape[0]
     out = torch.zeros(*topk_index.shape, x.shape[1], dtype=torch.float32, device=x.device)
     if adapter:
         slot, row_scale, _ = resolve_rows(x, rows, packed, adapter[-1].shape[0])
-    q13 = quantize_activation(x, info13)
     for expert in torch.unique(topk_index).tolist():
         if not 0 <= expert < experts:
             continue
         token, choice = torch.nonzero(topk_index == expert, as_tuple=True)
-        weight13 = dequantize_weight(w13[expert], [aux[expert] for aux in w13_aux], info13)
-        gate_up = q13[token] @ weight13.T
+        gate_up = _all_parts(x[token], w13[expert], [aux[expert] for aux in w13_aux], info13)
         if w13_bias is not None:
             gate_up = gate_up + w13_bias[expert].float()
         gate, up = split_gate_up(gate_up, layout)
@@ -115,8 +109,7 @@ def site_experts(
             up = up + expert_delta(x[token], up_a, up_b, 1, expert, *here)
         # The down delta reads the 16-bit h that the base GEMM's quantisation also starts from.
         hidden = (F.silu(gate) * up).to(x.dtype)
-        weight2 = dequantize_weight(w2[expert], [aux[expert] for aux in w2_aux], info2)
-        down = quantize_activation(hidden, info2) @ weight2.T
+        down = _all_parts(hidden, w2[expert], [aux[expert] for aux in w2_aux], info2)
         if w2_bias is not None:
             down = down + w2_bias[expert].float()
         if adapter:
@@ -125,8 +118,19 @@ def site_experts(
     return out.sum(1).to(x.dtype)
 
 
-def refuse_experts(layout: str, activation: str) -> None:
-    """Raise FeatureUnsupported for a layout or an activation that has no kernel yet."""
+def _all_parts(x: Tensor, weight: Tensor, aux: list[Tensor], info: QuantInfo) -> Tensor:
+    """Q(W) q(x) of every part: (T, N) float32."""
+    return torch.cat(
+        [base_product(x, weight, aux, info, part) for part in range(len(info.parts))], dim=-1
+    )
+
+
+def refuse_experts(layout: str, activation: str, info13: QuantInfo) -> None:
+    """Raise FeatureUnsupported for what has no kernel yet.
+
+    That is a layout or an activation, or static input scales that differ between gate and up in a
+    layout where the rows of the two alternate, so that no range of rows has one scale.
+    """
     for what, value, known in (
         ("gate/up layout", layout, ("halves", "interleaved")),
         ("expert activation", activation, ("silu",)),
@@ -138,6 +142,14 @@ def refuse_experts(layout: str, activation: str) -> None:
                 found=value,
                 fix="leave the experts of this model without adapters",
             )
+    if layout == "interleaved" and len(set(info13.planes)) > 1:
+        raise FeatureUnsupported(
+            f"scheme {info13.scheme!r} with input scales that differ between gate and up is not "
+            "supported where their rows alternate",
+            expected="one input scale for gate and up, or layout 'halves'",
+            found=f"{len(set(info13.planes))} input scales, layout {layout!r}",
+            fix="leave the experts of this model without adapters",
+        )
 
 
 def split_gate_up(gate_up: Tensor, layout: str) -> tuple[Tensor, Tensor]:

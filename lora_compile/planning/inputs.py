@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lora_compile.checkpoints.gguf import ensure_converted, find_converted, resolve_package_file
+from lora_compile.checkpoints.random_weights import ensure_random, find_random
 from lora_compile.errors import FaultList, FeatureUnsupported, FileMissing
 from lora_compile.planning.meta_model import DTYPES
 from lora_compile.schemas.architecture import (
@@ -50,10 +52,20 @@ def refuse_features(deployment: Loaded[Deployment], faults: FaultList) -> None:
         faults.add(fault)
 
 
-def model_files(
-    deployment: Loaded[Deployment], convert: bool, progress: Progress
-) -> tuple[Path, str | None]:
-    """(checkpoint directory, None), or (folder, GGUF file name) where it is not converted."""
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model's config and weights are."""
+
+    path: Path
+    """The checkpoint directory, or the folder of the config while there is no checkpoint."""
+    gguf_file: str | None = None
+    """The GGUF file in `path` that holds the config, while it is not converted."""
+    pending: str | None = None
+    """Why there is no checkpoint yet; None where there is one."""
+
+
+def model_files(deployment: Loaded[Deployment], make: bool, progress: Progress) -> ModelFiles:
+    """Find the model; convert or draw what is not in the cache yet if `make` is true."""
     model = deployment.value.model
     place: dict[str, Any] = {
         "file": deployment.source.file,
@@ -77,13 +89,27 @@ def model_files(
             found="nothing",
             fix="relative paths are relative to the deployment file's folder",
         )
-    if path.suffix != ".gguf":
-        return path, None
     dtype = DTYPES[model.dtype]
+    if model.weights == "none":
+        return ModelFiles(path, pending="model.weights is none: there are no tensors to check")
+    if model.weights == "random":
+        drawn = find_random(path, seed=model.seed, dtype=dtype)
+        if drawn is None and make:
+            progress("drawing random weights (once)")
+            drawn = ensure_random(path, seed=model.seed, dtype=dtype)
+        return ModelFiles(path, pending=NOT_DRAWN) if drawn is None else ModelFiles(drawn)
+    if path.suffix != ".gguf":
+        return ModelFiles(path)
     converted = find_converted(path, dtype=dtype, cache_dir=None)
-    if converted is None and convert:
+    if converted is None and make:
         converted = ensure_converted(path, dtype=dtype, cache_dir=None, progress=progress)
-    return (path.parent, path.name) if converted is None else (converted, None)
+    if converted is not None:
+        return ModelFiles(converted)
+    why = f"{path.name} is not converted yet: its tensors are checked when it is loaded"
+    return ModelFiles(path.parent, path.name, why)
+
+
+NOT_DRAWN = "the random weights are not drawn yet; that is done when they are loaded"
 
 
 def architecture_of(

@@ -40,7 +40,7 @@ def kernel_faults(plan: Plan) -> list[FeatureUnsupported]:
 def _beyond(site: SitePlan) -> Iterator[tuple[str, str]]:
     """(limit, what the site has instead) for each limit that the site is beyond."""
     quant = site.quant
-    scaled = quant.scale.block_shape is not None
+    scaled = quant.scale.granularity != "none"
     # An unquantised GEMM without deltas runs over all rows as one part.
     if (site.lora or scaled) and len(quant.parts) > MAX_PARTS:
         yield "parts", f"{len(quant.parts)} ({', '.join(part.name for part in quant.parts)})"

@@ -54,6 +54,12 @@ class SitePlan(StrictModel):
     why: str
     """How the scheme and the grouping were decided, for `explain`."""
 
+    @property
+    def group(self) -> str:
+        """Full path of the schema's site, also where the plan has split it into several."""
+        parent = self.parts[0].module.rpartition(".")[0]
+        return f"{parent}.{self.role}" if parent else self.role
+
 
 class PartTarget(NamedTuple):
     """Where one projection's delta goes."""
@@ -65,6 +71,22 @@ class PartTarget(NamedTuple):
     @property
     def part(self) -> PartPlan:
         return self.site.parts[self.part_index]
+
+
+class KeptModules(StrictModel):
+    """Modules that run as transformers has them: no adapter may act there."""
+
+    what: str
+    """What they are, for messages, e.g. `routed experts`."""
+    modules: tuple[str, ...]
+    """Their full paths, one for each layer that has one."""
+    parameters: tuple[str, ...]
+    """Names of the parameters below such a module, e.g. `gate_up_proj`."""
+    source: SourceRef
+
+    def module_of(self, path: str) -> str | None:
+        """The kept module that `path` is, or lies in."""
+        return next((m for m in self.modules if f"{path}.".startswith(f"{m}.")), None)
 
 
 class SlotPlan(StrictModel):
@@ -105,6 +127,7 @@ class Plan(StrictModel):
     sites: tuple[SitePlan, ...]
     key_prefixes: tuple[str, ...]
     """Prefixes that adapter files may put before a module path, longest first."""
+    kept: tuple[KeptModules, ...]
 
     @cached_property
     def targets(self) -> dict[str, PartTarget]:
@@ -114,6 +137,17 @@ class Plan(StrictModel):
             for site in self.sites
             for index, part in enumerate(site.parts)
         }
+
+    @cached_property
+    def groups(self) -> dict[str, tuple[PartTarget, ...]]:
+        """Full path of each of the schema's sites -> its parts, in the order of their rows.
+
+        A site whose parts do not share one GEMM is one group of several sites.
+        """
+        groups: dict[str, tuple[PartTarget, ...]] = {}
+        for target in self.targets.values():
+            groups[target.site.group] = (*groups.get(target.site.group, ()), target)
+        return groups
 
     @cached_property
     def by_name(self) -> dict[str, SitePlan]:

@@ -29,8 +29,9 @@ from lora_compile.errors import (
     SchemeUnsupported,
 )
 from lora_compile.passes.insert_lora import LOWERINGS
-from lora_compile.planning.build import FoundSite, build_plan, find_sites
+from lora_compile.planning.build import build_plan
 from lora_compile.planning.inputs import (
+    ModelFiles,
     Progress,
     architecture_of,
     model_files,
@@ -40,9 +41,12 @@ from lora_compile.planning.inputs import (
 from lora_compile.planning.kernel_limits import kernel_faults
 from lora_compile.planning.meta_model import meta_model, read_config
 from lora_compile.planning.plan import ModelDtype, Plan, SlotPlan
+from lora_compile.planning.rules import FoundRules, find_rules
+from lora_compile.planning.sites import FoundSite, find_sites
 from lora_compile.schemas.architecture import ArchitectureSchema
 from lora_compile.schemas.deployment import Deployment, load_deployment, resolve_path
-from lora_compile.schemas.quant_scheme import QuantScheme, detect_scheme, find_scheme
+from lora_compile.schemas.quant_detect import detect_scheme
+from lora_compile.schemas.quant_scheme import QuantScheme, all_schemes, find_scheme
 from lora_compile.schemas.yaml_file import Loaded
 
 
@@ -76,13 +80,16 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def prepare(path: str | Path, *, convert: bool, progress: Progress) -> Prepared:
+def prepare(
+    path: str | Path, *, make: bool, progress: Progress, dtype: ModelDtype | None = None
+) -> Prepared:
     """Read a deployment and plan it.
 
     Args:
         path: the deployment's YAML file.
-        convert: convert a GGUF model that is not in the cache yet (takes about half a minute for
-            135M parameters); otherwise plan it from its config alone.
+        make: convert a GGUF model (about half a minute for 135M parameters) or draw random weights
+            that are not in the cache yet; otherwise plan such a model from its config alone.
+        dtype: run in this dtype instead of `model.dtype`; the checkpoint stays the same.
         progress: called with a line of text before each long step.
 
     Raises:
@@ -98,20 +105,20 @@ def prepare(path: str | Path, *, convert: bool, progress: Progress) -> Prepared:
     progress("reading the model's config")
     model = None
     with faults.collecting():
-        model = _read_model(deployment, convert and not faults, progress)
+        wanted = dtype or deployment.value.model.dtype
+        model = _read_model(deployment, wanted, make and not faults, progress)
 
     progress("reading tensor headers")
     checkpoint = surveyed = None
-    if model is not None and model.gguf_file is None:
+    if model is not None and model.files.pending is None:
         with faults.collecting():
-            checkpoint = CheckpointIndex.open(model.path)
-            architecture = model.architecture.value
-            surveyed = survey_checkpoint(checkpoint, model.found, model.module, architecture)
+            checkpoint = CheckpointIndex.open(model.files.path)
+            surveyed = survey_checkpoint(checkpoint, model.found, model.module, model.rules)
 
     def plan_with(has_slots: Callable[[str], bool]) -> Plan | None:
         if model is None:
             return None
-        formats = _dense_formats(deployment, model.found) if surveyed is None else surveyed.formats
+        formats = _dense_formats(model) if surveyed is None else surveyed.formats
         with faults.collecting():
             return _plan(deployment, model, formats, device, has_slots)
         return None
@@ -127,20 +134,18 @@ def prepare(path: str | Path, *, convert: bool, progress: Progress) -> Prepared:
     faults.raise_if_any()
     assert model is not None
     assert plan is not None
-    gguf_file, notes = model.gguf_file, []
-    if gguf_file is not None:
-        notes.append(f"{gguf_file} is not converted yet: its tensors are checked when it is loaded")
+    files = model.files
     return Prepared(
         deployment=deployment,
         architecture=model.architecture,
-        model_path=model.path / gguf_file if gguf_file else model.path,
+        model_path=files.path / files.gguf_file if files.gguf_file else files.path,
         config=model.config,
         module=model.module,
         checkpoint=checkpoint,
         survey=surveyed,
         plan=plan,
         adapters=adapters,
-        notes=tuple(notes),
+        notes=() if files.pending is None else (files.pending,),
     )
 
 
@@ -148,41 +153,48 @@ def prepare(path: str | Path, *, convert: bool, progress: Progress) -> Prepared:
 class _Model:
     """A model's files, its tree on the meta device, and its sites."""
 
-    path: Path
-    """The checkpoint directory, or the folder of a GGUF file that is not converted."""
-    gguf_file: str | None
+    files: ModelFiles
     config: Any
     architecture: Loaded[ArchitectureSchema]
     module: nn.Module
+    dtype: ModelDtype
     found: list[FoundSite]
+    rules: FoundRules
 
 
-def _read_model(deployment: Loaded[Deployment], convert: bool, progress: Progress) -> _Model:
-    path, gguf_file = model_files(deployment, convert, progress)
-    config = read_config(path, gguf_file=gguf_file)
-    architecture = architecture_of(deployment, config, path)
-    module = meta_model(config, deployment.value.model.dtype)
-    found = find_sites(architecture, config, module)
-    return _Model(path, gguf_file, config, architecture, module, found)
+def _read_model(
+    deployment: Loaded[Deployment], dtype: ModelDtype, make: bool, progress: Progress
+) -> _Model:
+    files = model_files(deployment, make, progress)
+    config = read_config(files.path, gguf_file=files.gguf_file)
+    architecture = architecture_of(deployment, config, files.path)
+    module = meta_model(config, dtype)
+    flags = deployment.value.model.flags
+    found = find_sites(architecture, config, module, flags, flags_source=deployment.source)
+    rules = find_rules(architecture, config, module, flags)
+    return _Model(files, config, architecture, module, dtype, found, rules)
 
 
 def survey_checkpoint(
     source: CheckpointIndex | ModuleWeights,
     found: list[FoundSite],
     module: nn.Module,
-    architecture: ArchitectureSchema,
+    rules: FoundRules,
 ) -> Survey:
     """Lay the checkpoint's tensors over the sites; every tensor is consumed or refused."""
     config, config_source = None, None
     if isinstance(source, CheckpointIndex):
         config, config_source = source.quantization_config, source.quantization_source
+    detected = detect_scheme(config, file=config_source)
+    require_complete(detected.scheme)
     return survey(
         source,
         [spec for site in found for spec in site.specs()],
-        require_complete(detect_scheme(config, file=config_source)),
+        detected,
         quantization_config=config,
         other=other_parameters(module, found),
-        ignored={rule.pattern: rule.why for rule in architecture.checkpoint.ignore},
+        ignored=rules.ignored,
+        rules=rules.parameters,
     )
 
 
@@ -196,19 +208,17 @@ def other_parameters(module: nn.Module, found: list[FoundSite]) -> dict[str, tup
     }
 
 
-def _dense_formats(
-    deployment: Loaded[Deployment], found: list[FoundSite]
-) -> dict[str, ModuleFormat]:
-    """A GGUF file is dequantised when it is converted, so each module will be dense."""
+def _dense_formats(model: _Model) -> dict[str, ModuleFormat]:
+    """What a checkpoint will hold that is made when it is loaded: each module dense."""
     return {
         part.module: ModuleFormat(
             scheme="none",
-            weight_dtype=deployment.value.model.dtype,
+            weight_dtype=model.dtype,
             block_shape=None,
             keys=(),
-            why="GGUF is dequantised when it is converted",
+            why=f"unquantised; {model.files.pending}",
         )
-        for site in found
+        for site in model.found
         for part in site.parts
     }
 
@@ -228,15 +238,16 @@ def _plan(
             model.found,
             formats,
             model_type=model.config.model_type,
-            dtype=value.model.dtype,
+            dtype=model.dtype,
             device=device,
             quantise_to=_target_scheme(deployment),
             keep=lambda module: is_ignored(module, ignore),
-            slots=slot_plan(value.runtime.max_adapters, value.runtime.max_rank, value.model.dtype),
+            slots=slot_plan(value.runtime.max_adapters, value.runtime.max_rank, model.dtype),
             max_rows=value.runtime.max_rows,
             max_tokens=value.runtime.max_tokens,
             packed=value.runtime.packed,
             has_slots=has_slots,
+            kept=model.rules.kept,
         )
     except SchemeUnsupported as error:
         raise SchemeUnsupported(
@@ -278,7 +289,13 @@ def load_scheme_target(name: str, **place: Any) -> QuantScheme:
     scheme = require_complete(find_scheme(name, **place))
     if scheme.name != "none" and scheme.quantise_at_load is None:
         raise SchemeUnsupported(
-            f"weights cannot be quantised to `{name}` at load", **place, expected="auto", found=name
+            f"weights cannot be quantised to `{name}` at load",
+            **place,
+            expected="auto"
+            if scheme.activation.handling != "static"
+            else "a checkpoint with calibrated input scales, and `auto`",
+            found=name,
+            fix=f"use one of {', '.join(s.name for s in all_schemes() if s.quantise_at_load)}",
         )
     return scheme
 
@@ -295,9 +312,9 @@ def require_complete(scheme: QuantScheme) -> QuantScheme:
         for op in ops
         if not hasattr(torch.ops.lora_compile, op.removeprefix("lora_compile::"))
     ]
-    if scheme.reader not in READERS:
+    if any(form.reader not in READERS for form in scheme.stored_as):
         missing.insert(0, "a reader")
-    if scheme.name not in LOWERINGS:
+    if scheme.ops.base not in LOWERINGS:
         missing.append("a lowering")
     if missing:
         raise SchemeUnsupported(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from lora_compile.planning.plan import SitePlan
 
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
 def weight_bytes(site: SitePlan, dtype: str) -> int:
@@ -17,12 +19,7 @@ def weight_bytes(site: SitePlan, dtype: str) -> int:
     if site.tied_to is not None and quant.scheme == "none":
         return 0  # the embedding's
     total = quant.out_features * quant.in_features * ITEMSIZE[quant.weight_dtype]
-    if quant.scale.block_shape is not None:
-        assert quant.scale.dtype is not None
-        last = quant.parts[-1].scale_rows
-        assert last is not None
-        columns = -(-quant.in_features // quant.scale.block_shape[1])
-        total += last[1] * columns * ITEMSIZE[quant.scale.dtype]
+    total += sum(prod(shape) * ITEMSIZE["float32"] for shape in quant.aux_shapes.values())
     if quant.bias:
         total += quant.out_features * ITEMSIZE[dtype]
     return total

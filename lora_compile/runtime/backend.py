@@ -21,6 +21,7 @@ from lora_compile import torch_compat
 from lora_compile.passes.base import GraphContext
 from lora_compile.passes.pipeline import Observer, PipelineReport, run_pipeline
 from lora_compile.planning.plan import Plan, SitePlan
+from lora_compile.runtime.taps import Taps
 
 
 @dataclass
@@ -59,6 +60,8 @@ class Backend:
         self.whole = whole
         self.graphs: list[GraphRecord] = []
         self.intercept: Interceptor | None = None
+        self.taps: Taps | None = None
+        """Set before compiling: keeps the codes of every call's quantised inputs."""
         self._sites = sites_by_tensor
         self._observe = observe
 
@@ -70,6 +73,7 @@ class Backend:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
         record = self.rewrite(gm, inputs)
+        tapped = None if self.taps is None else self.taps.add_outputs(gm)
         patches = {
             **(CPU_OPTIONS if torch.device(self.plan.device).type == "cpu" else {}),
             **(options or {}),
@@ -82,7 +86,8 @@ class Backend:
             record.calls += 1
             if self.intercept is not None:
                 self.intercept(record, args)
-            return compiled(*args)
+            outputs = compiled(*args)
+            return outputs if tapped is None else tapped.take(outputs)
 
         return call
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import threading
 import types
@@ -66,7 +67,8 @@ class LoraModel:
         self._rows = rows
         self._lock = threading.RLock()
         self._binding: RowBinding | None = None
-        self._forward = _with_own_code(module.forward)
+        self._layer_forwards: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._forward = _with_own_code(module.forward, {})
         site = next(m for m in module.modules() if isinstance(m, SiteLinear)).site
         self._witnesses = [
             (owner, name, tensor)
@@ -120,8 +122,7 @@ class LoraModel:
                 expected=" | ".join(get_args(CompileScope)),
                 found=scope,
             )
-        for layer in _children(self.module, self.plan.layers):
-            torch_compat.uncompile(layer)
+        self._uncompile_layers()
         self.scope = scope
         self._run = self._forward
         if scope == "off":
@@ -136,9 +137,19 @@ class LoraModel:
         if scope == "whole":
             self._run = torch.compile(self._forward, **settings)
         else:
+            copies: dict[types.CodeType, types.CodeType] = {}
             for layer in _children(self.module, self.plan.layers):
-                layer.compile(**settings)
+                self._layer_forwards.append((layer, vars(layer).get("forward")))
+                layer.forward = torch.compile(_with_own_code(layer.forward, copies), **settings)
         return self
+
+    def _uncompile_layers(self) -> None:
+        """Give each layer back the forward that it had, its class's or its own."""
+        while self._layer_forwards:
+            layer, own = self._layer_forwards.pop()
+            del layer.forward
+            if own is not None:
+                layer.forward = own
 
     def __call__(
         self,
@@ -317,17 +328,29 @@ class LoraModel:
         return make_report(self.plan, self.backend, self.adapters, self.scope, breaks)
 
 
-def _with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
+_copies = itertools.count()
+
+
+def _with_own_code(
+    method: Callable[..., Any], copies: dict[types.CodeType, types.CodeType]
+) -> Callable[..., Any]:
     """The bound method over a copy of its code.
 
     Dynamo keeps compiled graphs, and counts them against its limit, by code object; models of one
-    class would share it.
+    class would share it. The sizes that it has seen it keeps by the code's file, line and name,
+    so a copy has a name of its own too.
+
+    Args:
+        copies: code -> its copy, for methods that are to share one; new ones are added.
     """
     function, owner = getattr(method, "__func__", None), getattr(method, "__self__", None)
     if not isinstance(function, types.FunctionType) or owner is None:
         return method
+    code = function.__code__
+    if code not in copies:
+        copies[code] = code.replace(co_name=f"{code.co_name}_{next(_copies)}")
     copy = types.FunctionType(
-        function.__code__.replace(),
+        copies[code],
         function.__globals__,
         function.__name__,
         function.__defaults__,

@@ -15,20 +15,22 @@ import torch
 from torch import fx, nn
 
 from lora_compile.adapters.canonical import CanonicalAdapter
+from lora_compile.checkpoints.packing import DensePart
 from lora_compile.passes.base import SITE_INPUT_META, SITE_META
 from lora_compile.passes.verify_graph import OUTPUT_OPS
 from lora_compile.planning.plan import Plan, SitePlan
 from lora_compile.runtime.backend import GraphRecord
 from lora_compile.runtime.rows import NO_ADAPTER
 from lora_compile.torch_compat import op_packet
+from lora_compile.verification.activation import quantised_activation
 
 OUTPUT_LIMIT = 4e-3
 """Most relative error (L2 over a row) of a site's output in 16 bit."""
 DELTA_LIMIT = 1e-2
 """Most relative error (L2 over a row) of a site's delta."""
 
-DensePart = Callable[[SitePlan, int], tuple[torch.Tensor, torch.Tensor | None]]
-"""(site, part) -> the part's weight (out, in), decoded, and bias (out,), both float32."""
+PartReader = Callable[[SitePlan, int], DensePart]
+"""(site, part) -> what the reference needs of it, on the device of the model."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class GateResult:
     comparisons: int = 0
     sites: dict[str, set[str]] = field(default_factory=dict)
     """Phase -> the sites that were compared in it."""
+    rows: dict[int, dict[str, GateFigure]] = field(default_factory=dict)
+    """Row -> kind (`output` or `delta`) -> its worst figure."""
 
     @property
     def passed(self) -> bool:
@@ -78,6 +82,39 @@ class GateResult:
         # `not (a <= b)`: a NaN is the worst of all.
         if worst is None or not (figure.error <= worst.error):
             setattr(self, kind, figure)
+        own = self.rows.setdefault(figure.row, {})
+        if kind not in own or not (figure.error <= own[kind].error):
+            own[kind] = figure
+
+    def gaps(self, phases: Sequence[str]) -> list[str]:
+        """What was not compared, in words."""
+        return [
+            f"{len(missing)} sites were not compared in {phase}, e.g. {min(missing)}"
+            for phase in phases
+            if (missing := self.expected - self.sites.get(phase, set()))
+        ]
+
+    def beyond(self, output_limit: float, delta_limit: float, rows: Sequence[bool]) -> bool:
+        """Whether some of these rows are past a limit."""
+        limits = {"output": output_limit, "delta": delta_limit}
+        return any(
+            not (figure.error <= limits[kind])
+            for row, figures in self.rows.items()
+            if rows[row]
+            for kind, figure in figures.items()
+        )
+
+    def merged(self, other: GateResult) -> GateResult:
+        """The worst of two batches; the figures keep the rows of their own batch."""
+        result = GateResult(self.expected, comparisons=self.comparisons + other.comparisons)
+        for one in (self, other):
+            for phase, sites in one.sites.items():
+                result.sites.setdefault(phase, set()).update(sites)
+            for kind in ("output", "delta"):
+                figure, worst = getattr(one, kind), getattr(result, kind)
+                if worst is None or (figure is not None and not (figure.error <= worst.error)):
+                    setattr(result, kind, figure)
+        return result
 
     def as_dict(self) -> dict[str, Any]:
         def figure(found: GateFigure | None) -> dict[str, Any] | None:
@@ -99,10 +136,10 @@ class SiteGate:
     """An interceptor for `Backend.intercept`: checks the first call of every graph."""
 
     def __init__(
-        self, plan: Plan, module: nn.Module, dense_part: DensePart, rows: Sequence[GateRow]
+        self, plan: Plan, module: nn.Module, read_part: PartReader, rows: Sequence[GateRow]
     ) -> None:
         self.result = GateResult(frozenset(site.name for site in plan.sites))
-        self._dense_part = dense_part
+        self._read_part = read_part
         self._rows = rows
         self._done: set[str] = set()
         self._phase = ""
@@ -127,7 +164,7 @@ class SiteGate:
         self._phase = self._phase or ("decode" if x.shape[1] == 1 else "prefill")
         phase = self._phase
         if site.kind == "embedding":
-            table, _ = self._dense_part(site, 0)
+            table = self._read_part(site, 0).weight
             self._figures("output", site, phase, output.float() - table[x], table[x])
             return
         base, delta = self._reference(site, x)
@@ -153,11 +190,11 @@ class SiteGate:
 
     def _reference(self, site: SitePlan, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.float()
-        qx = quantised_activation(site, x)
         base, deltas = [], []
         for index, part in enumerate(site.parts):
-            weight, bias = self._dense_part(site, index)
-            base.append(qx @ weight.T if bias is None else qx @ weight.T + bias)
+            read = self._read_part(site, index)
+            y = quantised_activation(site.quant.activation, x, read.input_scale) @ read.weight.T
+            base.append(y if read.bias is None else y + read.bias)
             delta = torch.zeros_like(base[-1])
             for i, row in enumerate(self._rows):
                 found = row.adapter.deltas.get(part.module) if row.adapter else None
@@ -168,38 +205,22 @@ class SiteGate:
         return torch.cat(base, dim=-1), torch.cat(deltas, dim=-1)
 
 
-def quantised_activation(site: SitePlan, x: torch.Tensor) -> torch.Tensor:
-    """q(x) of a site's scheme, decoded to float32: x (..., K) -> (..., K)."""
-    activation = site.quant.activation
-    if activation.handling == "none":
-        return x
-    assert activation.group is not None
-    assert activation.min_scale is not None
-    # A tensor: CUDA turns a division by a number into a product with its reciprocal, and one ulp
-    # of the scale moves the codes of 16-bit inputs that lie just between two codes.
-    largest = torch.tensor(448.0, device=x.device)
-    groups = []
-    for group in torch.split(x, activation.group, dim=-1):
-        scale = (group.abs().amax(dim=-1, keepdim=True) / largest).clamp(min=activation.min_scale)
-        groups.append((group / scale).to(torch.float8_e4m3fn).float() * scale)
-    return torch.cat(groups, dim=-1)
-
-
 def _delta(target: Any, args: tuple[Any, ...]) -> Any:
     """The delta that a lowered op adds, before the output is rounded: the op in float32, minus
     itself on rows without adapter."""
-    ops = torch.ops.lora_compile
-    full = list(args)
-    if op_packet(target) in (ops.linear_lora, ops.aten_linear_lora):
-        full[:3] = [None if arg is None else arg.float() for arg in args[:3]]
-        slot = 6
-    else:
-        assert op_packet(target) in (ops.fp8_block_linear_lora, ops.aten_fp8_block_linear_lora)
-        full[13] = torch.float32
-        slot = 11
-    base = list(full)
-    base[slot] = torch.full_like(full[slot], NO_ADAPTER)
-    return target(*full) - target(*base)
+    full = dict(zip(argument_names(target), args, strict=True))
+    if "out_dtype" in full:
+        full["out_dtype"] = torch.float32
+    else:  # the result has x's dtype
+        for name in ("x", "weight", "bias"):
+            full[name] = None if full[name] is None else full[name].float()
+    base = {**full, "slot": torch.full_like(full["slot"], NO_ADAPTER)}
+    return target(**full) - target(**base)
+
+
+def argument_names(target: Any) -> list[str]:
+    """Names of an op's arguments, in order, out of its schema."""
+    return [argument.name for argument in target._schema.arguments]
 
 
 Compare = Callable[[fx.Node, SitePlan, torch.Tensor, tuple[Any, ...], torch.Tensor], None]

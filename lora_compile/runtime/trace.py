@@ -14,7 +14,6 @@ from lora_compile.planning.plan import Plan, SitePlan
 from lora_compile.runtime.attach import SiteStorage, attach
 from lora_compile.runtime.backend import Backend
 from lora_compile.runtime.rows import RowMaps
-from lora_compile.schemas.quant_info import QuantInfo
 
 
 def trace_graphs(
@@ -58,7 +57,7 @@ def meta_storages(plan: Plan) -> dict[str, SiteStorage]:
     return {
         site.name: SiteStorage(
             weight=_meta(site.quant.weight_dtype, site.out_features, site.in_features),
-            aux=tuple(_meta_scale(site.quant) for _ in site.quant.aux_names),
+            aux=tuple(_meta("float32", *shape) for shape in site.quant.aux_shapes.values()),
             bias=_meta_bias(site, plan.dtype),
             slots=slots.get(site.name),
         )
@@ -68,14 +67,6 @@ def meta_storages(plan: Plan) -> dict[str, SiteStorage]:
 
 def _meta(dtype: str, *shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=getattr(torch, dtype), device="meta")
-
-
-def _meta_scale(quant: QuantInfo) -> torch.Tensor:
-    assert quant.scale.block_shape is not None
-    assert quant.scale.dtype is not None
-    last = quant.parts[-1].scale_rows
-    assert last is not None
-    return _meta(quant.scale.dtype, last[1], -(-quant.in_features // quant.scale.block_shape[1]))
 
 
 def _meta_bias(site: SitePlan, dtype: str) -> torch.Tensor | None:

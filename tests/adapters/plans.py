@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lora_compile.planning.plan import PartPlan, Plan, SitePlan, SlotPlan, SourceRef
+from lora_compile.planning.plan import KeptModules, PartPlan, Plan, SitePlan, SlotPlan, SourceRef
 from lora_compile.schemas.quant_info import ActivationInfo, PartRows, QuantInfo, ScaleInfo
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -20,7 +20,7 @@ def dense_info(in_features: int, parts: list[tuple[str, int]]) -> QuantInfo:
     """QuantInfo of an unquantised site whose parts follow each other without gaps."""
     rows, low = [], 0
     for name, width in parts:
-        rows.append(PartRows(name=name, rows=(low, low + width), scale_rows=None))
+        rows.append(PartRows(name=name, rows=(low, low + width), scale_rows=None, input_scale=None))
         low += width
     return QuantInfo(
         scheme="none",
@@ -76,6 +76,7 @@ def plan_of(
     dtype: Any = "float32",
     key_prefixes: tuple[str, ...] = PREFIXES,
     model_type: str = "llama",
+    kept: tuple[KeptModules, ...] = (),
 ) -> Plan:
     return Plan(
         architecture=model_type,
@@ -96,6 +97,7 @@ def plan_of(
         layers="model.layers",
         sites=tuple(sites),
         key_prefixes=key_prefixes,
+        kept=kept,
     )
 
 

@@ -17,15 +17,11 @@ from lora_compile.checkpoints.index import CheckpointIndex
 from lora_compile.checkpoints.source import TensorHeader
 from lora_compile.checkpoints.survey import ModuleSpec, Survey, survey
 from lora_compile.planning.plan import PartPlan, SitePlan, SourceRef
+from lora_compile.schemas.quant_detect import Detected, detect_scheme
 from lora_compile.schemas.quant_info import ActivationInfo, PartRows, QuantInfo, ScaleInfo
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MLA = "model.layers.0.self_attn"
-
-
-@dataclass(frozen=True)
-class Scheme:
-    name: str
 
 
 @dataclass
@@ -40,6 +36,7 @@ class Tensors:
             torch.bfloat16: "BF16",
             torch.float16: "F16",
             torch.float8_e4m3fn: "F8_E4M3",
+            torch.int8: "I8",
         }
     )
 
@@ -70,7 +67,9 @@ def _site(
     for name, width in parts:
         blocks = 0 if block_shape is None else -(-width // block_shape[0])
         scale_rows = None if block_shape is None else (scale_row, scale_row + blocks)
-        rows.append(PartRows(name=name, rows=(row, row + width), scale_rows=scale_rows))
+        rows.append(
+            PartRows(name=name, rows=(row, row + width), scale_rows=scale_rows, input_scale=None)
+        )
         row, scale_row = row + width, scale_row + blocks
     blocked = block_shape is not None
     quant = QuantInfo(
@@ -121,8 +120,16 @@ def tensors() -> type[Tensors]:
 
 
 @pytest.fixture(scope="session")
-def scheme() -> type[Scheme]:
-    return Scheme
+def scheme() -> Callable[[str], Detected]:
+    """What a config of that scheme resolves to; block FP8 in blocks of 128 x 128."""
+
+    def make(name: str, block_shape: tuple[int, int] = (128, 128)) -> Detected:
+        config: dict[str, object] = {"quant_method": "fp8", "weight_block_size": [*block_shape]}
+        found = detect_scheme(None if name == "none" else config)
+        assert found.scheme.name == name
+        return found
+
+    return make
 
 
 @pytest.fixture
@@ -184,7 +191,7 @@ def survey_fixture() -> Callable[..., tuple[CheckpointIndex, Survey]]:
         found = survey(
             index,
             specs,
-            Scheme("none" if whole.quantization_config is None else "fp8_block"),
+            detect_scheme(index.quantization_config, file=index.quantization_source),
             quantization_config=index.quantization_config,
             other=other,
             ignored=ignored or {},

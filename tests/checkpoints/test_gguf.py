@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from lora_compile.checkpoints import gguf as converter
+from lora_compile.checkpoints.cache import MARKER, default_cache_dir
 from lora_compile.checkpoints.gguf import (
-    MARKER,
-    default_cache_dir,
     ensure_converted,
     find_converted,
     resolve_package_file,

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from lora_compile.checkpoints.codes import decode, encode
 from lora_compile.checkpoints.other import load_other
 from lora_compile.checkpoints.packing import SiteWeights, dense_part, pack_site
-from lora_compile.checkpoints.readers import fp8_block
 from lora_compile.checkpoints.source import ModuleWeights
 from lora_compile.checkpoints.survey import ModuleSpec, survey
 from lora_compile.errors import (
@@ -57,7 +57,7 @@ def test_ragged_parts_of_mla(make_site: Callable, survey_fixture: Callable, fixt
     reference = load_file(fixtures / FP8 / "reference.safetensors")
     for i, part in enumerate(site.parts):
         assert torch.equal(_decode(site, packed, i), reference[part.module])
-        assert torch.equal(dense_part(site, i, index, found), reference[part.module])
+        assert torch.equal(dense_part(site, i, index, found).weight, reference[part.module])
     # Block rows counted over the fused rows would read part 1 with part 0's scales up to row 128.
     naive = (
         packed.weight.float()
@@ -89,7 +89,7 @@ def test_quantise_at_load(make_site: Callable, survey_fixture: Callable, fixture
     stored = load_file(fixtures / "base-llama" / "model.safetensors")
     assert packed.aux[0].shape == (4, 2)
     for i, (name, _) in enumerate(parts):
-        dense = dense_part(site, i, index, found)
+        dense = dense_part(site, i, index, found).weight
         assert torch.equal(_decode(site, packed, i), dense)
         source = stored[f"{prefix}.{name}.weight"].float()
         assert not torch.equal(dense, source)
@@ -107,9 +107,14 @@ def test_tied_head(make_site: Callable, survey_fixture: Callable, fixtures: Path
 
 def _survey(tensors: Callable, scheme: Callable, data: dict, specs: list, config: Any) -> Any:
     source = tensors(data)
-    name = "none" if config is None else "fp8_block"
+    block = () if config is None else (tuple(config["weight_block_size"]),)
     return source, survey(
-        source, specs, scheme(name), quantization_config=config, other={}, ignored={}
+        source,
+        specs,
+        scheme("none" if config is None else "fp8_block", *block),
+        quantization_config=config,
+        other={},
+        ignored={},
     )
 
 
@@ -154,12 +159,12 @@ def test_scales_restart_at_each_part(
     expected: list[torch.Tensor] = []
     for i, width in enumerate(widths):
         weight = torch.randn(width, columns, generator=generator) * 10.0**i
-        codes, scale = fp8_block.quantise(weight, block)
+        codes, scale = encode(weight, torch.float8_e4m3fn, "block", block)
         if at_load[i]:
             data[f"p{i}.weight"] = weight
         else:
             data[f"p{i}.weight"], data[f"p{i}.weight_scale_inv"] = codes, scale
-        expected.append(fp8_block.dequantise(codes, {"weight_scale_inv": scale}, block))
+        expected.append(decode(codes, scale, block))
     specs = [ModuleSpec(f"p{i}", width, columns, False, None) for i, width in enumerate(widths)]
     stored_fp8 = not all(at_load[: len(widths)])
     config = {"weight_block_size": list(block)} if stored_fp8 else None
@@ -170,7 +175,7 @@ def test_scales_restart_at_each_part(
     assert packed.aux[0].shape[0] == sum(-(-width // block[0]) for width in widths)
     for i, dense in enumerate(expected):
         assert torch.equal(_decode(site, packed, i), dense)
-        assert torch.equal(dense_part(site, i, source, found), dense)
+        assert torch.equal(dense_part(site, i, source, found).weight, dense)
 
 
 def test_plan_and_checkpoint_that_disagree(make_site: Callable, survey_fixture: Callable) -> None:

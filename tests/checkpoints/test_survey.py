@@ -14,8 +14,8 @@ from lora_compile.checkpoints.survey import ModuleSpec, survey
 from lora_compile.errors import (
     CheckpointInvalid,
     Faults,
+    InvalidValue,
     LoraCompileError,
-    SchemeUnsupported,
     TensorMissing,
     TensorNotFinite,
     TensorShape,
@@ -210,7 +210,7 @@ def test_ignored_tensors_match_whole_names(copied: Callable, survey_fixture: Cal
         survey_fixture(FP8, path, {r"layers\.1\.": "not a whole name"})
 
 
-@pytest.mark.parametrize("size", [None, [128], [0, 128], [128.0, 128]])
+@pytest.mark.parametrize("size", [[128], [0, 128], [128.0, 128]])
 def test_block_size_is_the_configs(copied: Callable, survey_fixture: Callable, size: Any) -> None:
     error = _broken(
         copied,
@@ -218,8 +218,22 @@ def test_block_size_is_the_configs(copied: Callable, survey_fixture: Callable, s
         None,
         lambda c: c["quantization_config"].update(weight_block_size=size),
     )
-    assert isinstance(error, CheckpointInvalid)
+    assert isinstance(error, InvalidValue)
     assert error.where == "quantization_config.weight_block_size"
+
+
+def test_block_scales_without_a_block_size_are_not_another_schemes(
+    copied: Callable, survey_fixture: Callable
+) -> None:
+    """The config then says FP8 per tensor, whose scales have another name."""
+    error = _broken(
+        copied, survey_fixture, None, lambda c: c["quantization_config"].pop("weight_block_size")
+    )
+    assert isinstance(error, Faults)
+    first = error.faults[0]
+    assert isinstance(first, TensorMissing)
+    assert "as fp8_tensor_dynamic has" in str(first)
+    assert "beside it: weight_scale_inv" in str(first)
 
 
 def test_block_size_is_not_guessed_from_shapes(tensors: Callable, scheme: Callable) -> None:
@@ -232,7 +246,12 @@ def test_block_size_is_not_guessed_from_shapes(tensors: Callable, scheme: Callab
     for size, fits in (([128, 128], True), ([64, 64], False)):
         config = {"quant_method": "fp8", "weight_block_size": size}
         call = lambda c=config: survey(  # noqa: E731
-            source, [spec], scheme("fp8_block"), quantization_config=c, other={}, ignored={}
+            source,
+            [spec],
+            scheme("fp8_block", tuple(c["weight_block_size"])),
+            quantization_config=c,
+            other={},
+            ignored={},
         )
         if fits:
             assert call().formats["m"].block_shape == (128, 128)
@@ -246,7 +265,7 @@ def test_scales_without_a_config_are_refused(tensors: Callable, scheme: Callable
         {"m.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn)}
         | {"m.weight_scale_inv": torch.ones(1, 1)}
     )
-    with pytest.raises(CheckpointInvalid, match="no quantization_config"):
+    with pytest.raises(CheckpointInvalid, match="no quantization_config says how"):
         survey(
             source,
             [ModuleSpec("m", 8, 8, False, None)],
@@ -266,12 +285,7 @@ def test_a_declared_scheme_that_no_tensor_has(copied: Callable, survey_fixture: 
 
     error = _broken(copied, survey_fixture, edit)
     assert isinstance(error, CheckpointInvalid)
-    assert "declares block FP8" in str(error)
-
-
-def test_an_unknown_scheme_is_refused(tensors: Callable, scheme: Callable) -> None:
-    with pytest.raises(SchemeUnsupported, match="nvfp4"):
-        survey(tensors({}), [], scheme("nvfp4"), quantization_config=None, other={}, ignored={})
+    assert "declares fp8_block" in str(error)
 
 
 def _mixed(tensors: Callable, scheme: Callable, skip: list[str]) -> Any:

@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from lora_compile.checkpoints.readers import fp8_block
+from lora_compile.checkpoints.codes import encode
 from tests.tiny import llama, make_adapter
 
 DEPLOYMENT: dict[str, Any] = {
@@ -63,12 +63,14 @@ class Site:
     def quantise(self, block_shape: tuple[int, int]) -> None:
         """Rewrite the checkpoint as DeepSeek-style block FP8, to be read as it is."""
 
-        def encode(tensors: dict[str, torch.Tensor]) -> None:
+        def rewrite(tensors: dict[str, torch.Tensor]) -> None:
             for key in [key for key in tensors if key.endswith("_proj.weight")]:
-                codes, scale = fp8_block.quantise(tensors[key].float(), block_shape)
+                codes, scale = encode(
+                    tensors[key].float(), torch.float8_e4m3fn, "block", block_shape
+                )
                 tensors[key], tensors[f"{key}_scale_inv"] = codes, scale
 
-        self.edit_tensors(encode)
+        self.edit_tensors(rewrite)
         quantization = {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": list(block_shape),

@@ -21,7 +21,7 @@ Cli = Callable[..., Result]
 
 def faults_of(file: Path) -> list[LoraCompileError]:
     with pytest.raises(LoraCompileError) as caught:
-        prepare(file, convert=False, progress=lambda text: None)
+        prepare(file, make=False, progress=lambda text: None)
     return list(caught.value.faults) if isinstance(caught.value, Faults) else [caught.value]
 
 
@@ -34,7 +34,7 @@ def only_fault(file: Path, kind: str, *facts: str) -> LoraCompileError:
 
 
 def good(site: Site) -> Prepared:
-    return prepare(site.file, convert=False, progress=lambda text: None)
+    return prepare(site.file, make=False, progress=lambda text: None)
 
 
 def test_a_good_deployment(site: Site, cli: Cli) -> None:

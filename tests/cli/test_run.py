@@ -120,5 +120,6 @@ def test_schema_lint(cli: Cli, tmp_path: Path) -> None:
 def test_schema_json(cli: Cli, tmp_path: Path) -> None:
     assert cli("schema", "json", tmp_path).code == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "architecture.schema.json", "deployment.schema.json", "quant_scheme.schema.json",
+        "architecture.schema.json", "deployment.schema.json", "dialect.schema.json",
+        "quant_scheme.schema.json",
     ]  # fmt: skip

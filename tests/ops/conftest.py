@@ -13,6 +13,9 @@ from lora_compile.ops import kernel_name
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KINDS = ("triton",) if INTERPRETED else ("torch", "aten")
 """Triton runs on CPU tensors only in its interpreter, in a process of its own."""
+SCHEMES = ["none", "fp8_block", "fp8_tensor_static", "fp8_channel", "int8_channel"]
+"""One of each way to scale weights and inputs: fp8_tensor_dynamic runs as fp8_channel does."""
+SCALED = SCHEMES[1:]
 RANKS = [1, 3, 8, 16, 33, 64, 0]
 """Rank of each slot of a sample site; the last slot has no delta there."""
 MAP_SIZE = 32

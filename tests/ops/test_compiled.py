@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lora_compile.ops.sample import SampleSite, run_base, run_lowered, sample_site
-from tests.ops.conftest import RANKS, RowMap, bound, kernel_of, row_errors
+from tests.ops.conftest import RANKS, SCHEMES, RowMap, bound, kernel_of, row_errors
 from tests.ops.oracle import site_output
 
 SLOTS = [5, -1, 0, 4, -1, 2, 6, 1, 3]
@@ -61,8 +61,11 @@ def check(
 
 
 @pytest.mark.parametrize("kind", ["torch", "aten"])
-@pytest.mark.parametrize("tokens", [1, 4], ids=["decode", "prefill"])
-@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+@pytest.mark.parametrize(
+    ("scheme", "tokens"),
+    # What differs for one token per sequence is the low-rank path, which all schemes share.
+    [("none", 1), ("fp8_block", 1), *((scheme, 4) for scheme in SCHEMES)],
+)
 def test_lowered_ops(scheme: str, tokens: int, kind: str, seed: int) -> None:
     site = make(scheme, seed)
     rows = RowMap.of(SLOTS, torch.Generator().manual_seed(seed))
@@ -86,14 +89,15 @@ def test_packed_rows(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["torch", "aten"])
-def test_sites_without_slots(kind: str, seed: int) -> None:
-    site = make("fp8_block", seed)
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_tensor_static"])
+def test_sites_without_slots(scheme: str, kind: str, seed: int) -> None:
+    site = make(scheme, seed)
     rows = RowMap.of([-1] * 9, torch.Generator().manual_seed(seed))
     kernel = kernel_of(kind)
     check(lambda x: run_base(site, x, kernel), site, rows, 4, seed)
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "fp8_tensor_static"])
 def test_markers(scheme: str, seed: int) -> None:
     site = make(scheme, seed)
     rows = RowMap.of(SLOTS, torch.Generator().manual_seed(seed))
@@ -110,9 +114,10 @@ def test_markers(scheme: str, seed: int) -> None:
     check(forward, site, rows, 4, seed)
 
 
-def test_base_rows_keep_their_bits(seed: int) -> None:
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_tensor_static", "int8_channel"])
+def test_base_rows_keep_their_bits(scheme: str, seed: int) -> None:
     """In one compiled graph, whatever the other rows' slots hold."""
-    site = make("fp8_block", seed)
+    site = make(scheme, seed)
     generator = torch.Generator().manual_seed(seed)
     rows = RowMap.of([-1] * 6, generator)
     kernel = kernel_of("torch")
@@ -136,3 +141,28 @@ def test_base_rows_keep_their_bits(seed: int) -> None:
     assert not torch.equal(live[[1, 2]], nobody[[1, 2]])
     assert poisoned[[1, 2]].isnan().all()
     assert live[5].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("torch", torch.float32), ("torch", torch.bfloat16), ("aten", torch.bfloat16)],
+)
+def test_int8_base_rows_are_those_of_the_eager_marker(
+    kind: str, dtype: torch.dtype, seed: int
+) -> None:
+    site = make("int8_channel", seed, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    rows = RowMap.of([-1, 0, -1], generator)
+    x = torch.randn(3, 2, COLUMNS, generator=generator).to(dtype)
+    kernel, quant = kernel_of(kind), site.quant.model_dump_json()
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        lora = run_lowered(site, x, rows.slot, rows.scale, False, kernel)
+        return run_base(site, x, kernel), lora
+
+    base, lora = torch.compile(forward, fullgraph=True)(x)
+    tensors = (x, site.weight, site.aux, site.bias)
+    eager = torch.ops.lora_compile.site_linear(*tensors, [], [], -1, quant, False)
+    assert torch.equal(base, eager)
+    assert torch.equal(lora[[0, 2]], eager[[0, 2]])
+    assert not torch.equal(lora[1], eager[1])

@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from lora_compile.errors import FeatureUnsupported, RequestInvalid
 from lora_compile.ops.sample import SampleSite, sample_quant, sample_site
-from tests.ops.conftest import RANKS, RowMap, row_errors
+from tests.ops.conftest import RANKS, SCHEMES, RowMap, row_errors
 from tests.ops.oracle import site_output
 
 OPS = torch.ops.lora_compile
@@ -35,7 +35,7 @@ def all_parts(site: SampleSite, x: Tensor, rows: list[Tensor], packed: bool = Fa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_linear_matches_the_definition(scheme: str, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     site = sample_site(generator, [288, 64, 33], 320, RANKS, scheme=scheme, dtype=dtype, bias=True)
@@ -261,6 +261,28 @@ def test_unknown_expert_activation_is_refused_by_name(seed: int) -> None:
             x, ids, weights, experts.gate_up_proj.detach(), experts.down_proj.detach(), [], [],
             activation="clamped_swiglu",
         )  # fmt: skip
+
+
+def test_alternating_rows_with_two_input_scales_are_refused_by_name() -> None:
+    """Gate and up alternate, so no range of rows would have one scale; in halves they run."""
+    quant13 = sample_quant("fp8_tensor_static", [24, 24], 32, torch.float32, False, 128)
+    quant2 = sample_quant("fp8_tensor_static", [32], 24, torch.float32, False, 128)
+    assert quant13.planes == [0, 1]
+    codes = torch.float8_e4m3fn
+    x, ids, weights = torch.randn(3, 32), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    base = (
+        *(x, ids, weights),
+        *(torch.ones(1, 48, 32).to(codes), [torch.ones(1, 48), torch.ones(1, 2)], None),
+        *(torch.ones(1, 32, 24).to(codes), [torch.ones(1, 32), torch.ones(1, 1)], None),
+    )
+    rest = ([], [], quant13.model_dump_json(), quant2.model_dump_json())
+    assert OPS.site_experts(*base, *rest, "halves", "silu", False).isfinite().all()
+    with pytest.raises(FeatureUnsupported, match="'fp8_tensor_static' with input scales"):
+        OPS.site_experts(*base, *rest, "interleaved", "silu", False)
+    one = sample_quant("fp8_tensor_static", [48], 32, torch.float32, False, 128).model_dump_json()
+    base[4][1] = torch.ones(1, 1)
+    y = OPS.site_experts(*base, [], [], one, rest[3], "interleaved", "silu", False)
+    assert y.isfinite().all()
 
 
 @pytest.mark.parametrize("stray", [-2, 7])

@@ -36,16 +36,17 @@ def low_rank(x: Tensor, down: Tensor, up: Tensor, slot: int, scale: Tensor) -> T
 
 
 def walk_linear(scheme: QuantScheme, widths: list[int], g: torch.Generator) -> None:
-    weight, aux, dense, quant = pack(scheme, [torch.randn(n, 200, generator=g) for n in widths])
+    packed = pack(scheme, [torch.randn(n, 200, generator=g) for n in widths], 0.005)
     bias, x = torch.randn(sum(widths), generator=g), torch.randn(len(SLOTS), 200, generator=g)
     a = torch.randn(3, len(widths), 16, 200, generator=g)
     b = torch.randn(3, sum(widths), 16, generator=g)
     scale, rows = torch.rand(3, len(widths), generator=g) + 0.5, RowMap.of(SLOTS, g)
     adapter, maps = [a, b, scale, torch.tensor(RANKS).int()], [rows.slot, rows.scale] * 2
     part = markers.ALL_PARTS if len(widths) > 1 else 0
-    y = OPS.site_linear(x, weight, aux, bias, adapter, maps, part, quant, False)
-    plain = OPS.site_linear(x, weight, aux, bias, [], [], part, quant, False)
-    base = ORACLES[scheme.name].activation(x, 1) @ dense.T + bias.double()
+    tensors, quant = (x, packed.weight, packed.aux, bias), packed.quant
+    y = OPS.site_linear(*tensors, adapter, maps, part, quant, False)
+    plain = OPS.site_linear(*tensors, [], [], part, quant, False)
+    base = packed.base(ORACLES[scheme.name], x) + bias.double()
     expected = base.clone()
     for row, slot in enumerate(SLOTS):
         ends = list(accumulate(widths))
@@ -60,23 +61,25 @@ def walk_linear(scheme: QuantScheme, widths: list[int], g: torch.Generator) -> N
 def walk_experts(scheme: QuantScheme, g: torch.Generator) -> None:
     shapes, experts = ((90, 72), (90, 72), (72, 90)), 3  # gate, up, down
     drawn = [[torch.randn(s, generator=g) / s[1] ** 0.5 for s in shapes] for _ in range(experts)]
-    packs = [(pack(scheme, [gate, up]), pack(scheme, [down])) for gate, up, down in drawn]
-    (w13, aux13, dense13), (w2, aux2, dense2) = (
+    packs = [
+        (pack(scheme, [gate, up], 0.01 + 0.001 * index), pack(scheme, [down], 0.005))
+        for index, (gate, up, down) in enumerate(drawn)
+    ]
+    (w13, aux13), (w2, aux2) = (
         (
-            torch.stack([two[i][0] for two in packs]),
-            [torch.stack(aux) for aux in zip(*(two[i][1] for two in packs), strict=True)],
-            [two[i][2] for two in packs],
+            torch.stack([two[i].weight for two in packs]),
+            [torch.stack(aux) for aux in zip(*(two[i].aux for two in packs), strict=True)],
         )
         for i in (0, 1)
     )
-    quants = [two[3] for two in packs[0]]
+    quants = [packed.quant for packed in packs[0]]
     bias13, bias2 = (torch.randn(experts, n, generator=g) for n in (180, 72))
     factors = [torch.randn(3, experts, *shape, generator=g) / shape[1] ** 0.5
                for out, columns in shapes for shape in ((16, columns), (out, 16))]  # fmt: skip
     scale, rows = torch.rand(3, 3, generator=g) + 0.5, RowMap.of(SLOTS, g)
     x, router = torch.randn(len(SLOTS), 72, generator=g), torch.rand(len(SLOTS), 3, generator=g)
     weight, ids = router.topk(2)
-    q = ORACLES[scheme.name].activation
+    oracle = ORACLES[scheme.name]
     base = (x, ids, weight, w13, aux13, bias13, w2, aux2, bias2)
     adapter, maps = [*factors, scale, torch.tensor(RANKS).int()], [rows.slot, rows.scale] * 2
     y = OPS.site_experts(*base, adapter, maps, *quants, "halves", "silu", False)
@@ -90,14 +93,18 @@ def walk_experts(scheme: QuantScheme, g: torch.Generator) -> None:
                 pair = factors[2 * i][s, e], factors[2 * i + 1][s, e]
                 return low_rank(v, *pair, s, scale[s, i] * rows.scale[r])
 
-            gate, up = (q(one, 1)[0] @ dense13[expert].T + bias13[expert].double()).chunk(2)
+            first, second = packs[expert]
+            gate, up = (first.base(oracle, one)[0] + bias13[expert].double()).chunk(2)
             gate, up = gate + delta(0, one[0]), up + delta(1, one[0])
             hidden = (gate * gate.sigmoid() * up).float()
-            low, quantised, high = (q(hidden[None], nudge)[0] for nudge in (1 - 1e-5, 1, 1 + 1e-5))
-            down = quantised @ dense2[expert].T + bias2[expert].double() + delta(2, hidden)
+            (scale2,) = second.input_scales
+            low, high = (
+                oracle.activation(hidden[None], n, scale2)[0] for n in (1 - 1e-5, 1 + 1e-5)
+            )
+            down = second.base(oracle, hidden[None])[0] + bias2[expert].double() + delta(2, hidden)
             expected += share * down
             # fp32 may put a quotient this close to a tie on either side of it.
-            slack += share * ((high - low).abs() @ dense2[expert].abs().T)
+            slack += share * ((high - low).abs() @ second.dense.abs().T)
         assert ((y[row] - expected).abs() <= 1e-5 * expected.abs().max() + slack).all()
     assert torch.equal(y[BASE], plain[BASE])
 
@@ -137,13 +144,14 @@ def test_the_walk_notices_what_it_cannot_vouch_for(
 ) -> None:
     whole = find_scheme("fp8_block")
     new = whole.model_copy(update={"name": "new"})
+    monkeypatch.delitem(LOWERINGS, whole.ops.base)
     walk(new, kind, seed)  # refused by its name: it has no lowering
-    monkeypatch.setitem(LOWERINGS, "new", LOWERINGS["fp8_block"])
+    monkeypatch.undo()
     with pytest.raises(pytest.fail.Exception, match="scheme new runs"):
         walk(new, kind, seed)
     with pytest.raises(FeatureUnsupported, match="scheme 'fp8_block' transforms the input"):
         walk(whole.model_copy(update={"input_transforms": ("g_idx",)}), kind, seed)
-    unquantised = replace(ORACLES["fp8_block"], activation=lambda x, _: x.double())
+    unquantised = replace(ORACLES["fp8_block"], activation=lambda x, *_: x.double())
     monkeypatch.setitem(ORACLES, "fp8_block", unquantised)
     with pytest.raises(AssertionError):
         walk(whole, kind, seed)

@@ -27,7 +27,7 @@ def test_names_are_read_back() -> None:
         kernel_kind("cuda@1")
 
 
-@pytest.mark.parametrize("edited", ["fp8_block.py", "kernels/gemm.py"])
+@pytest.mark.parametrize("edited", ["fp8_block.py", "kernels/gemm.py", "aten/scaled.py"])
 def test_an_edited_source_changes_the_name(edited: str, tmp_path: Path) -> None:
     package = Path(source_digest.__file__).parent
     probe = (

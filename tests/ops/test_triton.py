@@ -12,19 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-import lora_compile.ops  # noqa: F401  (registers the ops)
+from lora_compile.ops.forms import KERNEL_OPS
 from lora_compile.ops.kernels import HAS_TRITON
-from lora_compile.ops.sample import WEIGHT_DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]
-TRITON_OPS = (
-    "lora_shrink",
-    "linear",
-    "linear_lora",
-    "quantize_fp8_group",
-    "fp8_block_linear",
-    "fp8_block_linear_lora",
-)
+TRITON_OPS = [str(op).removeprefix("lora_compile.") for op in KERNEL_OPS]
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 
@@ -36,13 +28,14 @@ def interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_sweep_of_the_lowered_ops(seed: int) -> None:
+@pytest.mark.parametrize(("file", "least"), [("test_lowered.py", 70), ("test_codes.py", 40)])
+def test_the_sweep_of_the_lowered_ops(file: str, least: int, seed: int) -> None:
     environment = f"LORA_COMPILE_TEST_SEED={seed}"
-    chosen = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/ops/test_lowered.py")
+    chosen = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/ops/{file}")
     result = interpreted(*chosen)
     assert result.returncode == 0, environment + result.stdout[-4000:] + result.stderr[-2000:]
     passed = int(result.stdout.rsplit(" passed", 1)[0].split()[-1])
-    assert passed >= 45
+    assert passed >= least
 
 
 CAST_PROBE = """
@@ -101,7 +94,7 @@ def stop(gm, inputs):
             written.append(sorted(node.kwargs["tensors_to_clone"]))
     done.append(scheme)
     raise RuntimeError("traced far enough")
-for scheme in ("none", "fp8_block"):
+for scheme in ("none", "fp8_block", "fp8_tensor_static", "int8_channel"):
     site = sample_site(generator, [576, 192], 2304, [16], scheme=scheme, dtype=torch.bfloat16)
     slot, scale = torch.zeros(64, dtype=torch.int32), torch.ones(64)
     x = torch.randn(4, 3, 2304).bfloat16()
@@ -127,7 +120,7 @@ def test_the_compiler_sees_that_only_fresh_tensors_are_written() -> None:
     assert result.returncode == 0, result.stderr[-4000:]
     lora_only = [["planes"], ["y"]]
     with_codes = [["planes"], ["codes", "scales"], ["y"]]
-    assert json.loads(result.stdout.splitlines()[-1]) == lora_only + with_codes
+    assert json.loads(result.stdout.splitlines()[-1]) == lora_only + with_codes * 3
 
 
 def compile_for_hopper(kernel: Any, tensors: dict[str, str], constants: dict[str, Any]) -> str:
@@ -150,12 +143,12 @@ def compile_for_hopper(kernel: Any, tensors: dict[str, str], constants: dict[str
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-@pytest.mark.parametrize("dtype", list(WEIGHT_DTYPES), ids=str)
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("dtype", list(TYPES), ids=str)
+@pytest.mark.parametrize("scales", ["none", "fp8 blocks", "fp8 rows", "int8 rows"])
 @pytest.mark.parametrize("lora", [False, True], ids=["base", "lora"])
 def test_the_gemm_compiles_for_hopper(
     dtype: torch.dtype,
-    scaled: bool,
+    scales: str,
     lora: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -164,7 +157,8 @@ def test_the_gemm_compiles_for_hopper(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     model = TYPES[dtype]
-    operand = "fp8e4nv" if scaled else model
+    kind, _, unit = scales.partition(" ")
+    operand = {"none": model, "fp8": "fp8e4nv", "int8": "i8"}[kind]
     tensors = {
         **{name: f"*{operand}" for name in ("x", "w")},
         **{name: f"*{model}" for name in ("bias", "lora_b", "y")},
@@ -178,6 +172,10 @@ def test_the_gemm_compiles_for_hopper(
         "END0": 1536,
         "END1": 2112,
         "END2": 2112,
+        "PLANE0": 0,
+        "PLANE1": int(unit == "rows"),
+        "PLANE2": 0,
+        "PLANE3": 0,
         "TILES": 33,
         "GROUP": 128,
         "BLOCK_N": 128,
@@ -186,20 +184,26 @@ def test_the_gemm_compiles_for_hopper(
         "P": 2,
         "R": 64,
         "BIAS": True,
-        "SCALED": scaled,
+        "BLOCK_SCALED": unit == "blocks",
+        "ROW_SCALED": unit == "rows",
         "LORA": lora,
         "PER_TOKEN": False,
         "BM": 16,
         "BN": 64,
-        "BK": 128 if scaled else 32,
+        "BK": 128 if unit else 32,
         "INTERPRET": False,
     }
     ptx = compile_for_hopper(gemm_kernel, tensors, constants)
     # FP8 and 16-bit products run on the tensor cores; fp32 is exact, so not.
-    assert ("wgmma" in ptx) == (scaled or dtype != torch.float32)
+    assert ("wgmma" in ptx) == (bool(unit) or dtype != torch.float32)
+    assert ("wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8" in ptx) == (kind == "int8")
+    # A product that melts into the addition of the bias is rounded otherwise than PyTorch's.
+    assert ("mul.rn.f32" in ptx) == (unit == "rows")
+    if unit == "rows" and not lora:
+        assert "fma." not in ptx.replace("mma.", "")
 
 
-@pytest.mark.parametrize("dtype", list(WEIGHT_DTYPES), ids=str)
+@pytest.mark.parametrize("dtype", list(TYPES), ids=str)
 def test_the_small_kernels_compile_for_hopper(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,3 +239,27 @@ def test_the_small_kernels_compile_for_hopper(
     # Division and conversion both round to nearest, so codes equal PyTorch's.
     assert "div.rn.f32" in ptx
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+
+
+@pytest.mark.parametrize("codes", ["fp8e4nv", "i8"])
+@pytest.mark.parametrize("dtype", list(TYPES), ids=str)
+def test_the_quantise_kernels_compile_for_hopper(
+    dtype: torch.dtype, codes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lora_compile.ops.kernels.quantize import quantize_static_kernel, quantize_token_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tensors = {"x": f"*{TYPES[dtype]}", "codes": f"*{codes}", "scales": "*fp32"}
+    whole = codes == "i8"
+    constants = {"K": 18432, "LARGEST": 127.0 if whole else 448.0, "WHOLE": whole}
+    token = compile_for_hopper(
+        quantize_token_kernel, tensors | {"min_scale": "fp32"}, constants | {"TILE": 4096}
+    )
+    static = compile_for_hopper(
+        quantize_static_kernel,
+        tensors | {"input_scale": "*fp32", "rows": "i32"},
+        constants | {"ROWS": 4, "TILE": 512},
+    )
+    for ptx in (token, static):
+        assert "div.rn.f32" in ptx
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) != whole

@@ -17,14 +17,16 @@ from lora_compile.ops import kernel_name
 from lora_compile.ops.kernels import HAS_TRITON
 from lora_compile.ops.sample import run_lowered, sample_site
 assert not HAS_TRITON
-site = sample_site(torch.Generator().manual_seed(0), [40], 64, [8], scheme="fp8_block")
-arguments = site, torch.randn(3, 64), torch.zeros(8, dtype=torch.int32), torch.ones(8), True
-for kernel in (kernel_name("torch"), "aten"):
-    assert run_lowered(*arguments, kernel).isfinite().all()
-try:
-    run_lowered(*arguments, kernel_name("triton"))
-except FeatureUnsupported as error:
-    print(error.fix)
+rows = torch.zeros(8, dtype=torch.int32), torch.ones(8), True
+for scheme in ("fp8_block", "fp8_tensor_static", "int8_channel"):
+    site = sample_site(torch.Generator().manual_seed(0), [40], 64, [8], scheme=scheme)
+    arguments = site, torch.randn(3, 64), *rows
+    for kernel in (kernel_name("torch"), "aten"):
+        assert run_lowered(*arguments, kernel).isfinite().all()
+    try:
+        run_lowered(*arguments, kernel_name("triton"))
+    except FeatureUnsupported as error:
+        print(error.fix)
 """
 
 
@@ -32,4 +34,4 @@ def test_import_run_and_refusal() -> None:
     command = [sys.executable, "-W", "ignore", "-c", PROBE]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.splitlines()[-1] == "install triton, or run on the CPU"
+    assert result.stdout.splitlines() == ["install triton, or run on the CPU"] * 3

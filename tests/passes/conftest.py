@@ -14,14 +14,16 @@ from transformers import LlamaForCausalLM
 from lora_compile import torch_compat
 from lora_compile.checkpoints.survey import ModuleFormat
 from lora_compile.passes.base import GraphContext
-from lora_compile.planning.build import build_plan, find_sites
+from lora_compile.planning.build import build_plan
 from lora_compile.planning.plan import Plan
 from lora_compile.planning.prepare import load_scheme_target, slot_plan
+from lora_compile.planning.sites import find_sites
 from lora_compile.runtime.attach import attach
 from lora_compile.runtime.backend import Backend
 from lora_compile.runtime.rows import RowMaps
 from lora_compile.runtime.trace import meta_storages
 from lora_compile.schemas.architecture import load_architecture
+from lora_compile.schemas.quant_scheme import find_scheme
 from tests.tiny import llama_config
 
 
@@ -59,6 +61,28 @@ def plan_of(module: torch.nn.Module, scheme: str, keep: Callable[[str], bool]) -
     )
 
 
+def with_input_scales(plan: Plan) -> Plan:
+    """fp8_tensor_dynamic turned into fp8_tensor_static, which is never made at load.
+
+    The first part of a group has one input scale, the others share a second.
+    """
+    scheme = find_scheme("fp8_tensor_static")
+    sites = []
+    for site in plan.sites:
+        if site.quant.scheme != "none":
+            quant = scheme.info(
+                weight_dtype=site.quant.weight_dtype,
+                block_shape=None,
+                in_features=site.in_features,
+                part_widths=[(part.name, part.out_features) for part in site.parts],
+                input_scales=[0.5, *[0.005] * (len(site.parts) - 1)],
+                bias=site.quant.bias,
+            )
+            site = site.model_copy(update={"quant": quant})
+        sites.append(site)
+    return plan.model_copy(update={"sites": tuple(sites)})
+
+
 @pytest.fixture
 def traced() -> Callable[..., Traced]:
     """`traced(scheme, keep=…, forward=…)`: trace a one-layer model."""
@@ -72,7 +96,10 @@ def traced() -> Callable[..., Traced]:
     ) -> Traced:
         with torch.device("meta"):
             module = LlamaForCausalLM(llama_config(num_hidden_layers=1)).eval().bfloat16()
-        plan = plan_of(module, scheme, keep)
+        if scheme == "fp8_tensor_static":
+            plan = with_input_scales(plan_of(module, "fp8_tensor_dynamic", keep))
+        else:
+            plan = plan_of(module, scheme, keep)
         rows = RowMaps(plan.max_rows, plan.max_tokens, packed=False, device="meta")
         sites = attach(module, plan, meta_storages(plan), rows)
         change(module)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from lora_compile.errors import CompileIncomplete, Faults, GraphInvalid
+from lora_compile.errors import CompileIncomplete, Faults, GraphInvalid, SchemeUnsupported
 from lora_compile.passes.base import GraphContext, calls
 from lora_compile.passes.graph_text import graph_text
+from lora_compile.passes.insert_lora import LOWERINGS
 from lora_compile.passes.markers import MARKERS
 from lora_compile.passes.pipeline import PIPELINE, run_pipeline
 from tests.passes.conftest import Traced
@@ -31,7 +32,7 @@ def check_golden(name: str, text: str) -> None:
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "int8_channel", "fp8_tensor_static"])
 def test_graph_before_and_after_each_pass(traced: Trace, scheme: str) -> None:
     found = traced(scheme)
     texts: dict[str, str] = {}
@@ -45,7 +46,7 @@ def test_graph_before_and_after_each_pass(traced: Trace, scheme: str) -> None:
         check_golden(f"{scheme}.{step}", text)
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block", "int8_channel", "fp8_tensor_static"])
 def test_graph_is_well_formed_and_reports_say_what_was_done(traced: Trace, scheme: str) -> None:
     found = traced(scheme)
     report = run_pipeline(found.gm, found.context)
@@ -54,20 +55,44 @@ def test_graph_is_well_formed_and_reports_say_what_was_done(traced: Trace, schem
     assert matched["collect_sites"] == len(found.plan.targets) == 9
     assert matched["fuse_projections"] == 2
     assert matched["insert_lora"] == matched["verify_graph"] == len(found.plan.sites) == 6
-    assert matched["select_kernels"] == {"none": 10, "fp8_block": 14}[scheme]
+    assert matched["select_kernels"] == (10 if scheme == "none" else 14)
 
 
-def test_a_group_with_unlike_parts_is_split_and_shares_its_quantised_input(traced: Trace) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "op"), [("fp8_block", "quantize_fp8_group"), ("int8_channel", "quantize_token")]
+)
+def test_a_group_with_unlike_parts_is_split_and_shares_its_quantised_input(
+    traced: Trace, scheme: str, op: str
+) -> None:
     """k stays unquantised: q and v are sites of their own that quantise the same x once."""
-    found = traced("fp8_block", keep=lambda module: module.endswith("k_proj"))
+    found = traced(scheme, keep=lambda module: module.endswith("k_proj"))
     names = [site.name.rpartition(".")[2] for site in found.plan.sites if site.layer == 0]
     assert names[:3] == ["q_proj", "k_proj", "v_proj"]
     assert "split" in found.plan.sites[1].why
     report = run_pipeline(found.gm, found.context)
     shared = next(step for step in report.passes if step.name == "share_quantisation")
     assert shared.matched == 1, shared
-    quantise = [n for n in found.gm.graph.nodes if "quantize_fp8_group" in str(n.target)]
+    quantise = [n for n in found.gm.graph.nodes if op in str(n.target)]
     assert len(quantise) == 4  # q and v, o, gate_up, down
+
+
+def test_static_sites_share_an_input_only_with_the_same_scales(traced: Trace) -> None:
+    """Each site's scales are a buffer of its own, so what reads the same x still has two forms."""
+    found = traced("fp8_tensor_static", keep=lambda module: module.endswith("k_proj"))
+    report = run_pipeline(found.gm, found.context)
+    shared = next(step for step in report.passes if step.name == "share_quantisation")
+    assert shared.matched == 0
+    quantise = [n for n in found.gm.graph.nodes if "quantize_static" in str(n.target)]
+    assert len(quantise) == 5  # q, v, o, gate_up, down
+
+
+def test_a_scheme_whose_op_has_no_lowering_is_refused_by_name(
+    traced: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = traced("int8_channel")
+    monkeypatch.delitem(LOWERINGS, "lora_compile::scaled_linear")
+    with pytest.raises(SchemeUnsupported, match=r"scheme int8_channel of site .* has no lowering"):
+        run_pipeline(found.gm, found.context)
 
 
 def test_every_contract_is_checked(traced: Trace) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 
 import lora_compile as lc
 from lora_compile import api
-from lora_compile.checkpoints.readers.fp8_block import quantise
+from lora_compile.checkpoints.codes import encode
 from lora_compile.errors import FeatureUnsupported, LoraCompileError
-from lora_compile.ops.kernels.launch import HAS_TRITON, BlockScales, launch_gemm
+from lora_compile.ops.kernels.launch import HAS_TRITON, BlockScales, RowScales, launch_gemm
 from lora_compile.planning.kernel_limits import kernel_faults
 from lora_compile.planning.plan import Plan
 from lora_compile.planning.prepare import prepare
@@ -45,64 +45,80 @@ key_prefixes: [""]
 """
 
 
-def plan(
-    parts: int, block: tuple[int, int] | None, device: str = "cuda", lora: bool = True
-) -> Plan:
-    """One site of `parts` projections, unquantised or block FP8."""
+Scales = tuple[int, int] | str | None
+"""What a site's scheme is: blocks, the name of a scheme with a scale per row, or unquantised."""
+
+
+def plan(parts: int, scales: Scales, device: str = "cuda", lora: bool = True) -> Plan:
+    """One site of `parts` projections."""
     widths = [(f"p{index}", 40) for index in range(parts)]
     made = site("fused", 256, widths, parent="layers.0", layer=0, lora=lora)
-    if block is not None:
-        quant = find_scheme("fp8_block").info(
-            weight_dtype="float8_e4m3fn", block_shape=block, in_features=256, part_widths=widths,
+    if scales is not None:
+        scheme = find_scheme(scales if isinstance(scales, str) else "fp8_block")
+        static = scheme.activation.handling == "static"
+        quant = scheme.info(
+            weight_dtype=scheme.activation.dtype or "float32",
+            block_shape=None if isinstance(scales, str) else scales,
+            in_features=256,
+            part_widths=widths,
+            input_scales=[float(part + 1) for part in range(parts)] if static else None,
             bias=False,
-        )  # fmt: skip
+        )
         made = made.model_copy(update={"quant": quant})
     return plan_of([made]).model_copy(update={"device": device})
 
 
-def launch(parts: int, block: tuple[int, int] | None) -> None:
+def launch(parts: int, scales: Scales) -> None:
     """What a compile for the GPU does with the same site: it refuses before a kernel runs."""
     rows = [40 * index for index in range(parts + 1)]
     weight, x = torch.zeros(rows[-1], 256), torch.zeros(1, 256)
-    scales = None
-    if block is not None:
-        codes, scale = quantise(weight, block)
+    found: BlockScales | RowScales | None = None
+    if isinstance(scales, str):
+        weight, x = weight.to(torch.int8), x.unsqueeze(0).to(torch.int8)
+        found = RowScales(torch.ones(1, 1), torch.ones(rows[-1]), [0] * parts)
+    elif scales is not None:
+        codes, scale = encode(weight, torch.float8_e4m3fn, "block", scales)
         weight, x = codes, x.to(codes.dtype)
-        scales = BlockScales(torch.ones(1, -(-256 // block[1])), scale, list(block), block[1])
-    launch_gemm(x, weight, None, rows, torch.float32, "triton", scales=scales)
-
-
-@pytest.mark.parametrize("block", [None, (128, 128), (1, 32), (128, 96), (7, 64)])
-@pytest.mark.parametrize("parts", [1, 4])
-def test_within_the_limits_there_is_no_fault(parts: int, block: tuple[int, int] | None) -> None:
-    assert kernel_faults(plan(parts, block)) == []
+        found = BlockScales(torch.ones(1, -(-256 // scales[1])), scale, list(scales), scales[1])
+    launch_gemm(x, weight, None, rows, torch.float32, "triton", scales=found)
 
 
 @pytest.mark.parametrize(
-    ("parts", "block", "facts"),
+    "scales", [None, (128, 128), (1, 32), (128, 96), (7, 64), "int8_channel", "fp8_tensor_static"]
+)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_within_the_limits_there_is_no_fault(parts: int, scales: Scales) -> None:
+    assert kernel_faults(plan(parts, scales)) == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "scales", "facts"),
     [
         (5, None, ["5 (p0, p1, p2, p3, p4)", "at most 4", "`fuse: false` for site fused"]),
         (5, (128, 128), ["5 (p0, p1, p2, p3, p4)", "at most 4", "`fuse: false` for site fused"]),
+        (5, "int8_channel", ["5 (p0, p1, p2, p3, p4)", "at most 4"]),
+        (5, "fp8_tensor_static", ["5 (p0, p1, p2, p3, p4)", "at most 4"]),
         (1, (128, 16), ["blocks of 16 columns, groups of 16", ">= 32"]),
         (2, (128, 48), ["blocks of 48 columns, groups of 48", ">= 32"]),  # 48 = 3 x 16
     ],
 )
 def test_beyond_a_limit_planning_and_launching_both_refuse(
-    parts: int, block: tuple[int, int] | None, facts: list[str]
+    parts: int, scales: Scales, facts: list[str]
 ) -> None:
-    (fault,) = kernel_faults(plan(parts, block))
+    (fault,) = kernel_faults(plan(parts, scales))
     for fact in ("by hand:1", "layers.0.fused", "cuda", *facts):
         assert fact in str(fault), (fact, str(fault))
-    assert kernel_faults(plan(parts, block, "cuda:1"))
-    assert kernel_faults(plan(parts, block, "cpu")) == []
+    assert kernel_faults(plan(parts, scales, "cuda:1"))
+    assert kernel_faults(plan(parts, scales, "cpu")) == []
     if HAS_TRITON:
         with pytest.raises(FeatureUnsupported):
-            launch(parts, block)
+            launch(parts, scales)
 
 
 def test_only_a_gemm_that_knows_its_parts_is_limited() -> None:
     assert kernel_faults(plan(5, None, lora=False)) == []
     assert kernel_faults(plan(5, (128, 128), lora=False))
+    assert kernel_faults(plan(5, "fp8_channel", lora=False))
     both = [str(fault) for fault in kernel_faults(plan(5, (128, 16)))]
     assert len(both) == 2, both
 
@@ -156,7 +172,7 @@ def test_check_for_a_gpu_names_the_sites_whose_scales_cannot_be_tiled(
 
         deployment.write(change)
         try:
-            prepare(deployment.file, convert=False, progress=lambda text: None)
+            prepare(deployment.file, make=False, progress=lambda text: None)
         except LoraCompileError as error:
             return list(getattr(error, "faults", (error,)))
         return []

@@ -19,11 +19,12 @@ def test_a_scheme_that_lacks_something_is_refused_with_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = find_scheme("fp8_block")
+    form = whole.stored_as[0].model_copy(update={"reader": None})
     with pytest.raises(SchemeUnsupported, match="it lacks a reader"):
-        require_complete(whole.model_copy(update={"reader": None}))
+        require_complete(whole.model_copy(update={"stored_as": (form,)}))
     ops = whole.ops.model_copy(update={"lora": "lora_compile::fp8_blok_linear"})
     with pytest.raises(SchemeUnsupported, match="the op lora_compile::fp8_blok_linear"):
         require_complete(whole.model_copy(update={"ops": ops}))
-    monkeypatch.delitem(LOWERINGS, "fp8_block")
+    monkeypatch.delitem(LOWERINGS, whole.ops.base)
     with pytest.raises(SchemeUnsupported, match="a lowering"):
         require_complete(whole)

@@ -108,13 +108,51 @@ def test_two_models_with_equal_configs_do_not_share_adapters(
     plain = llama(11)
     one = lc.wrap(copy.deepcopy(plain), adapters={"x": adapters["a"]}).compile(scope)
     two = lc.wrap(copy.deepcopy(plain), adapters={"x": adapters["b"]}).compile(scope)
-    # Of the shape that the other layer-by-layer test has: layers of one class share Dynamo's memory
-    # of sizes, over all models.
     ids = prompts(2, 3, 10)
     for model, path in ((one, adapters["a"]), (two, adapters["b"]), (one, adapters["a"])):
         found = model(ids, adapters=["x", None, None], use_cache=False).logits
         assert relative(found[:1], peft_logits(plain, path, ids[:1])) <= 1e-5
     assert one.backend != two.backend
+
+
+@pytest.mark.parametrize("scope", ["whole", "layers"])
+def test_a_models_sizes_cost_another_model_no_graph(scope: Any) -> None:
+    """Dynamo keeps graphs, and the sizes that it has seen, by code; each model has its own."""
+    plain = llama(11)
+    one = lc.wrap(copy.deepcopy(plain)).compile(scope)
+    two = lc.wrap(copy.deepcopy(plain)).compile(scope)
+    for model, rows in ((one, 3), (two, 4), (one, 3), (two, 4)):
+        ids = prompts(rows, rows, 10)
+        with torch.no_grad():
+            expected = plain(ids, use_cache=False).logits
+        assert relative(model(ids, use_cache=False).logits, expected) <= 1e-5
+    for model in (one, two):
+        (graph,) = model.backend.graphs
+        inputs = [n for n in graph.lowered.graph.nodes if n.op == "placeholder"]
+        assert not any(isinstance(n.meta["example_value"], torch.SymInt) for n in inputs)
+
+
+def test_off_gives_the_layers_their_forwards_back() -> None:
+    plain = llama(11)
+    model = lc.wrap(copy.deepcopy(plain))
+    first, second = model.module.get_submodule("model.layers").children()
+    calls = []
+    usual = second.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(args))
+        return usual(*args, **kwargs)
+
+    second.forward = counted
+    ids = prompts(2, 3, 10)
+    for scope in ("layers", "layers", "off"):  # a second time compiles anew
+        model.compile(scope)
+    assert "forward" not in vars(first)
+    assert second.forward is counted
+    found = model(ids, use_cache=False).logits
+    assert (len(calls), len(model.report.graphs)) == (1, 0)
+    with torch.no_grad():
+        assert relative(found, plain(ids, use_cache=False).logits) <= 1e-5
 
 
 def test_layer_by_layer_is_whole_without_a_cache(adapters: dict[str, Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from lora_compile.schemas.skeleton import skeleton
 
 
 def derived(schema: ArchitectureSchema, config: Any) -> dict[str, int | bool]:
-    values: dict[str, int | bool] = {}
+    values: dict[str, int | bool] = {name: flag.default for name, flag in schema.flags.items()}
     for name, text in schema.let.items():
         values[name] = evaluate(text, config, values)
     return values
@@ -48,6 +49,9 @@ def declared_weights(schema: ArchitectureSchema, config: Any) -> dict[str, tuple
         in_layers = "{layer}" in site.at
         layers = range(evaluate(schema.layers.count, config, let)) if in_layers else [None]
         for layer in layers:
+            names = let if layer is None else {**let, "layer": layer}
+            if site.when is not None and not evaluate(site.when, config, names):
+                continue
             at = site.at.replace("{layer}", str(layer))
             if isinstance(site, LinearSite):
                 width = evaluate(site.in_features, config, let)
@@ -113,18 +117,22 @@ def test_shipped_files() -> None:
 
 def test_llama_fuses_what_reads_one_input() -> None:
     schema = find_architecture("mistral").value
-    fused = {s.name: [p.name for p in s.parts] for s in schema.sites if getattr(s, "fuse", False)}
+    sites = [site for site in schema.sites if isinstance(site, LinearSite)]
+    fused = {s.name: [p.name for p in s.parts] for s in sites if s.fuse == "True"}
     assert fused == {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     kept = {site.name for site in schema.sites if not site.quantise_at_load}
     assert kept == {"lm_head", "embed_tokens"}
-    rule = schema.checkpoint.rule_for("model.layers.12.self_attn.rotary_emb.inv_freq")
-    assert rule is not None
-    assert "rotary" in rule.why
-    assert schema.checkpoint.rule_for("xmodel.layers.1.self_attn.rotary_emb.inv_freq") is None
-    assert schema.checkpoint.rule_for("model.layers.1.self_attn.q_proj.weight") is None
+
+    def rule_for(tensor: str) -> str | None:
+        rules = schema.checkpoint.ignore
+        return next((r.why for r in rules if re.fullmatch(r.regex(None), tensor)), None)
+
+    assert "rotary" in (rule_for("model.layers.12.self_attn.rotary_emb.inv_freq") or "")
+    assert rule_for("xmodel.layers.1.self_attn.rotary_emb.inv_freq") is None
+    assert rule_for("model.layers.1.self_attn.q_proj.weight") is None
 
 
 def test_l04_an_unknown_model_type_gets_a_file_to_start_from(tmp_path) -> None:
@@ -194,7 +202,7 @@ def broken(data: dict[str, Any], what: str) -> str:
         data["layers"]["at"] = "model.layers.{layer}"
         return "layers.at"
     if what == "site twice":
-        down["name"] = "o_proj"
+        down["name"], down["at"] = "o_proj", site(data, "o_proj")["at"]
         return f"{at}.name"
     if what == "part in two sites":
         site(data, "o_proj")["at"] = down["at"]
@@ -231,7 +239,7 @@ def broken(data: dict[str, Any], what: str) -> str:
         ("layer mark twice", ["only one"]),
         ("another mark", ["only one", "{layr}"]),
         ("mark in layers", ["remove `.{layer}`"]),
-        ("site twice", ["`o_proj`", "first in line"]),
+        ("site twice", ["`model.layers.{layer}.self_attn.o_proj`", "first in line"]),
         ("part in two sites", ["`model.layers.{layer}.mlp.down_proj`", "`o_proj`"]),
         ("part twice", ["`model.layers.{layer}.self_attn.k_proj`"]),
         ("one part fused", ["`down_proj`", "two or more"]),
@@ -270,6 +278,7 @@ def test_sites_with_conditions_may_be_alternatives(write, llama) -> None:
 def test_every_expression_is_parsed(write, llama) -> None:
     """Break each expression of the file in turn."""
     fields = {"in_features", "out_features", "num_embeddings", "embedding_dim", "tied_if", "count"}
+    fields |= {"fuse"}
     places: list[tuple[dict[str, Any], str]] = [(llama["let"], name) for name in llama["let"]]
 
     def collect(value: Any) -> None:
@@ -280,7 +289,7 @@ def test_every_expression_is_parsed(write, llama) -> None:
                 collect(inner)
 
     collect(llama)
-    assert len(places) >= 17
+    assert len(places) >= 19
     for holder, key in places:
         kept, holder[key] = holder[key], "config.hidden_size"
         (fault,) = lint(write(llama))

@@ -327,3 +327,15 @@ def test_every_field_is_described() -> None:
         for name, field in model["properties"].items()
         if not field.get("description")
     ]
+
+
+def test_flags_of_the_architecture(write, faults) -> None:
+    """Which flags there are is known once the model is: see tests/planning/test_sites.py."""
+    assert load_deployment(write(MINIMAL)).value.model.flags == {}
+    with_flags = MINIMAL.replace("dtype: float32", "dtype: float32, flags: {fuse_qkv_a: %s}")
+    assert load_deployment(write(with_flags % "false")).value.model.flags == {"fuse_qkv_a": False}
+    for wrong in ("0", "no", "'false'", "null"):
+        (fault,) = faults(lambda text=wrong: load_deployment(write(with_flags % text)))
+        assert type(fault) is InvalidValue
+        assert (fault.line, fault.where) == (2, "model.flags.fuse_qkv_a")
+        assert "true or false" in (fault.expected or "")

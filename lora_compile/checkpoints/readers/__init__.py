@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-import torch
-
-from lora_compile.checkpoints.readers import fp8_block, none
+from lora_compile.checkpoints.readers import none, scaled
 from lora_compile.checkpoints.readers.part import PartWeights
 from lora_compile.checkpoints.source import WeightSource
 from lora_compile.checkpoints.survey import ModuleFormat
@@ -17,19 +15,11 @@ from lora_compile.errors import SchemeUnsupported
 class Reader(Protocol):
     """What each module of this package offers."""
 
-    def read_part(self, source: WeightSource, module: str, fmt: ModuleFormat, /) -> PartWeights: ...
-
-    def dequantise(
-        self,
-        weight: torch.Tensor,
-        aux: Mapping[str, torch.Tensor],
-        block_shape: tuple[int, int] | None,
-        /,
-    ) -> torch.Tensor:
-        """Weight and scales as stored -> W, float32 (N, K)."""
+    def read_part(self, source: WeightSource, fmt: ModuleFormat, /) -> PartWeights:
+        """A projection's tensors in the form that the ops take."""
 
 
-READERS: Mapping[str, Reader] = {"none": none, "fp8_block": fp8_block}
+READERS: Mapping[str, Reader] = {"none": none, "scaled": scaled}
 
 
 def reader_for(name: str) -> Reader:

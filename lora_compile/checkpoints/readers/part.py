@@ -8,9 +8,9 @@ import torch
 
 
 class PartWeights(NamedTuple):
-    """Tensors as stored, on the device of their source."""
+    """One projection's weight in the form that the ops take, on the device of its source."""
 
     weight: torch.Tensor
     """(N, K), in the stored dtype."""
-    aux: dict[str, torch.Tensor]
-    """Scales by the names of `QuantInfo.aux_names`."""
+    scale: torch.Tensor | None
+    """float32, (N,) or one per block (see `QuantInfo.aux_shapes`); None for unscaled weights."""

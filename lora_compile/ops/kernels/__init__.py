@@ -4,8 +4,11 @@ from lora_compile.ops.kernels.launch import (
     HAS_TRITON,
     BlockScales,
     Expand,
+    RowScales,
     launch_gemm,
     launch_quantize,
+    launch_quantize_static,
+    launch_quantize_token,
     launch_shrink,
     require_triton,
 )
@@ -14,8 +17,11 @@ __all__ = [
     "HAS_TRITON",
     "BlockScales",
     "Expand",
+    "RowScales",
     "launch_gemm",
     "launch_quantize",
+    "launch_quantize_static",
+    "launch_quantize_token",
     "launch_shrink",
     "require_triton",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from lora_compile.errors import FeatureUnsupported
+from lora_compile.ops.activations import code_max
 from lora_compile.ops.kernels.limits import MAX_PARTS, MIN_COLUMN_STEP, common_step
 from lora_compile.ops.rows import Rows
 from lora_compile.ops.source_digest import kernel_row_tile
@@ -26,7 +27,11 @@ if HAS_TRITON:
     import triton
 
     from lora_compile.ops.kernels.gemm import gemm_kernel
-    from lora_compile.ops.kernels.quantize import quantize_kernel
+    from lora_compile.ops.kernels.quantize import (
+        quantize_kernel,
+        quantize_static_kernel,
+        quantize_token_kernel,
+    )
     from lora_compile.ops.kernels.shrink import shrink_kernel
 
 GEMM_ROWS = 64
@@ -57,6 +62,15 @@ class BlockScales:
     weight_scale: Tensor
     block_shape: list[int]
     group: int
+
+
+@dataclass(frozen=True)
+class RowScales:
+    """What makes a GEMM one of row-scaled codes. See `scaled.scaled_linear`."""
+
+    xs: Tensor
+    weight_scale: Tensor
+    planes: list[int]
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,53 @@ def launch_quantize(x: Tensor, group: int, min_scale: float) -> tuple[Tensor, Te
     return codes.reshape(x.shape), scales.reshape(*x.shape[:-1], groups)
 
 
+def launch_quantize_token(x: Tensor, dtype: torch.dtype, min_scale: float) -> tuple[Tensor, Tensor]:
+    """Body of `quantize_token`. A program reads its row twice: for the scale, for the codes."""
+    columns = x.shape[-1]
+    flat = x.reshape(-1, columns).contiguous()
+    rows = flat.shape[0]
+    codes = torch.empty_like(flat, dtype=dtype)
+    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    wrap_triton(quantize_token_kernel)[(rows,)](
+        flat,
+        codes,
+        scales,
+        min_scale,
+        K=columns,
+        LARGEST=code_max(dtype),
+        WHOLE=not dtype.is_floating_point,
+        TILE=min(4096, max(128, 1 << (columns - 1).bit_length())),
+    )
+    return codes.reshape(1, *x.shape), scales.reshape(1, *x.shape[:-1])
+
+
+def launch_quantize_static(
+    x: Tensor, input_scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Body of `quantize_static`."""
+    columns, planes = x.shape[-1], input_scale.shape[0]
+    flat = x.reshape(-1, columns).contiguous()
+    rows = flat.shape[0]
+    codes = torch.empty((planes, rows, columns), dtype=dtype, device=x.device)
+    scales = torch.empty((planes, rows), dtype=torch.float32, device=x.device)
+    row_step, step = 4, 512
+    wrap_triton(quantize_static_kernel)[
+        (ceil_div(rows, row_step), ceil_div(columns, step), planes)
+    ](
+        flat,
+        input_scale.contiguous(),
+        codes,
+        scales,
+        rows,
+        K=columns,
+        LARGEST=code_max(dtype),
+        WHOLE=not dtype.is_floating_point,
+        ROWS=row_step,
+        TILE=step,
+    )
+    return codes.reshape(planes, *x.shape), scales.reshape(planes, *x.shape[:-1])
+
+
 def launch_shrink(
     x: Tensor,
     lora_A: Tensor,
@@ -165,11 +226,16 @@ def launch_gemm(
     out_dtype: torch.dtype,
     kernel: str,
     *,
-    scales: BlockScales | None = None,
+    scales: BlockScales | RowScales | None = None,
     delta: Expand | None = None,
 ) -> Tensor:
-    """Body of the four linears. Absent tensors are replaced by ones that the kernel won't read."""
+    """Body of the linears. Absent tensors are replaced by ones that the kernel won't read.
+
+    x is (..., K), with RowScales (X, ..., K).
+    """
     out_features, columns = weight.shape
+    blocks = scales if isinstance(scales, BlockScales) else None
+    by_row = scales if isinstance(scales, RowScales) else None
     if len(part_rows) - 1 > MAX_PARTS:
         raise FeatureUnsupported(
             "too many projections are fused into one GEMM",
@@ -177,14 +243,16 @@ def launch_gemm(
             found=len(part_rows) - 1,
             fix="split the group in the architecture's schema",
         )
-    flat = x.reshape(-1, columns).contiguous()
-    rows = flat.shape[0]
+    one = x if by_row is None else x[0]
+    rows = one.reshape(-1, columns).shape[0]
+    planes = [0] * (len(part_rows) - 1) if by_row is None else by_row.planes
+    planes = [*planes, *([0] * (MAX_PARTS - len(planes)))]
     y = torch.empty((rows, out_features), dtype=out_dtype, device=x.device)
     ends = [*part_rows[1:], *([out_features] * (MAX_PARTS + 1 - len(part_rows)))]
     tile = row_tile(kernel, rows)
     tiles = sum(ceil_div(high - low, GEMM_ROWS) for low, high in pairwise(part_rows))
     wrap_triton(gemm_kernel)[(ceil_div(rows, tile) * tiles,)](
-        flat,
+        x.contiguous(),
         weight.contiguous(),
         weight if bias is None else bias,
         weight if scales is None else scales.xs.contiguous(),
@@ -201,23 +269,33 @@ def launch_gemm(
         END0=ends[0],
         END1=ends[1],
         END2=ends[2],
+        PLANE0=planes[0],
+        PLANE1=planes[1],
+        PLANE2=planes[2],
+        PLANE3=planes[3],
         TILES=tiles,
-        GROUP=1 if scales is None else scales.group,
-        BLOCK_N=1 if scales is None else scales.block_shape[0],
-        BLOCK_K=1 if scales is None else scales.block_shape[1],
+        GROUP=1 if blocks is None else blocks.group,
+        BLOCK_N=1 if blocks is None else blocks.block_shape[0],
+        BLOCK_K=1 if blocks is None else blocks.block_shape[1],
         S=1 if delta is None else delta.lora_B.shape[0],
         P=len(part_rows) - 1,
         R=RANK_STEP if delta is None else delta.lora_B.shape[2],
         BIAS=bias is not None,
-        SCALED=scales is not None,
+        BLOCK_SCALED=blocks is not None,
+        ROW_SCALED=by_row is not None,
         LORA=delta is not None,
         PER_TOKEN=delta is not None and delta.rows.per_token,
         BM=tile,
         BN=GEMM_ROWS,
-        BK=_column_step(x, scales),
+        BK=_column_step(x, blocks) if by_row is None else _code_step(columns),
         INTERPRET=interpreting(),
     )
-    return y.reshape(*x.shape[:-1], out_features)
+    return y.reshape(*one.shape[:-1], out_features)
+
+
+def _code_step(columns: int) -> int:
+    """Columns of 8-bit codes per step; the shorter one where the last step would be half empty."""
+    return 128 if columns % 128 == 0 or columns > 1024 else 64
 
 
 def _column_step(x: Tensor, scales: BlockScales | None) -> int:
