@@ -62,8 +62,8 @@ def load_prepared(
     progress: Progress = _quiet,
     on_site: SiteProgress | None = None,
 ) -> LoraModel:
-    """The second half of `load`: weights, slots and adapters of a prepared deployment."""
-    assert prepared.checkpoint is not None, "a GGUF model must be converted before it is loaded"
+    """The second half of `load`: weights, slots and adapters of what `prepare(make=True)` gave."""
+    assert prepared.checkpoint is not None, "prepared with make=False"
     assert prepared.survey is not None
     runtime = prepared.deployment.value.runtime
     plan, module = prepared.plan, prepared.module

@@ -80,6 +80,7 @@ def _resolvable(text: str, path: KeyPath, source: SourceMap) -> Iterator[LoraCom
 def _model(model: ModelSource, source: SourceMap) -> Iterator[LoraCompileError]:
     if model.package is None:
         yield from _resolvable(model.path, ("model", "path"), source)
+    yield from _weights(model, source)
     if model.architecture != "auto":
         folder = Path(source.file).parent
         place = _place(source, ("model", "architecture"))
@@ -87,6 +88,29 @@ def _model(model: ModelSource, source: SourceMap) -> Iterator[LoraCompileError]:
             locate_architecture(model.architecture, folder=folder, **place)
         except LoraCompileError as error:
             yield error
+
+
+def _weights(model: ModelSource, source: SourceMap) -> Iterator[LoraCompileError]:
+    """`seed` draws random weights; a config alone stands in a folder."""
+    if "seed" in model.model_fields_set and model.weights != "random":
+        yield _fault(
+            source,
+            ("model", "seed"),
+            f"`seed` has no effect with `weights: {model.weights}`",
+            expected="weights: random",
+            found=f"seed: {model.seed}",
+            fix="remove `seed`, or set weights: random",
+        )
+    single_file = model.package is not None or model.path.endswith(".gguf")
+    if model.weights != "checkpoint" and single_file:
+        yield _fault(
+            source,
+            ("model", "weights"),
+            f"`weights: {model.weights}` is for a folder with a config.json",
+            expected="a folder under `path`, and no `package`",
+            found=f"package: {model.package}" if model.package else f"path: {model.path}",
+            fix="set weights: checkpoint, or name a folder",
+        )
 
 
 def _quantization(quantization: Quantization, source: SourceMap) -> Iterator[LoraCompileError]:

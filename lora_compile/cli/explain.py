@@ -9,9 +9,10 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
+from lora_compile.adapters.report import TensorReport
 from lora_compile.adapters.slots import site_slot_bytes
 from lora_compile.cli.check import AsJson, DeploymentFile, show_summary, summary
-from lora_compile.cli.output import Steps, console, print_json, table
+from lora_compile.cli.output import Steps, console, print_json
 from lora_compile.passes.select_kernels import site_kernel
 from lora_compile.planning.plan import Plan, SitePlan
 from lora_compile.planning.prepare import Prepared, prepare
@@ -103,7 +104,7 @@ def _site_name(sites: list[SitePlan]) -> str:
 
 
 def _ranges(layers: list[int]) -> str:
-    """[0, 1, 2, 5] -> {0-2,5}."""
+    """[0, 1, 2, 5] -> {0-2,5}; [3] -> 3."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][1] + 1:
@@ -111,26 +112,38 @@ def _ranges(layers: list[int]) -> str:
         else:
             runs.append([layer, layer])
     text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return "{" + text + "}"
+    return text if len(layers) == 1 else "{" + text + "}"
 
 
 def _show_adapters(prepared: Prepared) -> None:
-    """Each adapter's tensors -> sites, with rank and scale."""
+    """Per adapter and site, the output rows that each B writes, its rank and its scale."""
+    plan = prepared.plan
     for adapter in prepared.adapters:
-        made = table(
-            f"adapter {adapter.name} -> sites", "site", "part", ">rank", ">scale", ">layers", "read"
-        )
-        groups: dict[Any, list[int | None]] = {}
+        console.print(f"\n[bold]adapter {escape(adapter.name)}[/] (equal layers together)")
+        deltas: dict[str, list[tuple[int, str]]] = {}
         for tensor in adapter.report.tensors:
-            if tensor.role != "lora_A":
-                continue
-            role = _role(prepared.plan.by_name[tensor.site]).removeprefix(
-                f"{prepared.plan.layers}.*."
-            )
-            key = (role, ", ".join(tensor.parts), tensor.rank, tensor.scale, tensor.decided_by)
-            groups.setdefault(key, []).append(tensor.layer)
-        for (role, parts, rank, scale, how), layers in groups.items():
-            numbers = [layer for layer in layers if layer is not None]
-            where = _ranges(numbers) if numbers else "-"
-            made.add_row(role, parts, str(rank), f"{scale:g}", where, escape(how))
-        console.print(made)
+            if tensor.role == "lora_B":
+                line = _delta_line(plan, tensor, adapter.scale)
+                deltas.setdefault(tensor.site, []).append(line)
+        groups: dict[Any, list[SitePlan]] = {}
+        for site in plan.sites:
+            if site.name in deltas:
+                lines = tuple(line for _, line in sorted(deltas[site.name]))
+                groups.setdefault((_role(site), lines), []).append(site)
+        for (_, lines), sites in groups.items():
+            console.print(f"\n{escape(_site_name(sites))}")
+            for line in lines:
+                console.print(escape(line), soft_wrap=True)
+        ways = dict.fromkeys(tensor.decided_by for tensor in adapter.report.tensors)
+        console.print(f"[dim]keys read by: {escape(', '.join(ways))}[/]")
+
+
+def _delta_line(plan: Plan, tensor: TensorReport, own_scale: float) -> tuple[int, str]:
+    """The first of the rows of the site's (fused) output that B is added to, and the line."""
+    parts = [part for part in plan.by_name[tensor.site].quant.parts if part.name in tensor.parts]
+    rows = ", ".join("{:>6} to {:<6}".format(*part.rows) for part in parts)
+    name = " + ".join(part.name for part in parts)
+    line = f"    {name:<20}rows {rows} rank {tensor.rank:>3}   scale {tensor.scale * own_scale:g}"
+    if own_scale != 1.0:
+        line += f" (the file's {tensor.scale:g} x {own_scale:g})"
+    return parts[0].rows[0], line

@@ -99,10 +99,7 @@ def _load(prepared: Prepared, progress: Steps, *, quiet: bool) -> LoraModel:
 def _generate(
     prepared: Prepared, generation: Generation, model: LoraModel, progress: Steps, *, gate: bool
 ) -> Outcome:
-    from transformers import AutoTokenizer
-
-    rows = generation.rows
-    tokenizer = AutoTokenizer.from_pretrained(str(prepared.model_path), local_files_only=True)
+    rows, tokenizer = generation.rows, prepared.tokenizer
     batch = encode_prompts(
         tokenizer,
         [row.prompt for row in rows],

@@ -1,4 +1,4 @@
-"""What a deployment names, found on this machine: its model's files, its schema, its device."""
+"""What a deployment names, found on this machine: model files, schema, tokenizer, device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import torch
 
 from lora_compile.checkpoints.gguf import ensure_converted, find_converted, resolve_package_file
 from lora_compile.checkpoints.random_weights import ensure_random, find_random
-from lora_compile.errors import FaultList, FeatureUnsupported, FileMissing
+from lora_compile.errors import (
+    CheckpointInvalid,
+    FaultList,
+    FeatureUnsupported,
+    FileMissing,
+    InvalidValue,
+)
 from lora_compile.planning.meta_model import DTYPES
 from lora_compile.schemas.architecture import (
     ArchitectureSchema,
@@ -91,6 +97,17 @@ def model_files(deployment: Loaded[Deployment], make: bool, progress: Progress) 
         )
     dtype = DTYPES[model.dtype]
     if model.weights == "none":
+        if make:
+            raise InvalidValue(
+                "model.weights is none, so there are no weights to load",
+                file=deployment.source.file,
+                line=deployment.source.line(("model", "weights")),
+                where="model.weights",
+                expected="checkpoint or random",
+                found="none",
+                fix="use `check` and `explain`, or point model.path to a checkpoint and remove "
+                "`weights`",
+            )
         return ModelFiles(path, pending="model.weights is none: there are no tensors to check")
     if model.weights == "random":
         drawn = find_random(path, seed=model.seed, dtype=dtype)
@@ -144,3 +161,37 @@ def resolve_device(deployment: Loaded[Deployment]) -> str:
             fix="set runtime.device: cpu or auto",
         )
     return device
+
+
+def tokenizer_of(deployment: Loaded[Deployment], folder: Path) -> Any:
+    """The tokenizer in the model's folder, if the deployment has texts; None otherwise.
+
+    Raises:
+        CheckpointInvalid: the folder has none, or it lacks the chat template that is asked for.
+    """
+    generation, rows = deployment.value.generation, deployment.value.verify.rows
+    if generation is None and not rows:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointInvalid(
+            "the model's folder has no tokenizer that transformers can read, but the deployment "
+            "has texts",
+            file=folder,
+            expected="tokenizer.json and tokenizer_config.json, or what stands for them",
+            found=(str(error).splitlines() or [type(error).__name__])[0],
+            fix=f"copy the tokenizer's files into {folder}, or remove `generation` and "
+            "`verify.rows`",
+        ) from error
+    if generation is not None and generation.chat and tokenizer.chat_template is None:
+        raise CheckpointInvalid(
+            "the tokenizer has no chat template",
+            file=folder,
+            expected="a chat template, since generation.chat is true",
+            found="none",
+            fix="set generation.chat: false, or add the model's chat_template.jinja",
+        )
+    return tokenizer

@@ -37,6 +37,7 @@ from lora_compile.planning.inputs import (
     model_files,
     refuse_features,
     resolve_device,
+    tokenizer_of,
 )
 from lora_compile.planning.kernel_limits import kernel_faults
 from lora_compile.planning.meta_model import meta_model, read_config
@@ -72,6 +73,8 @@ class Prepared:
     config: Any
     module: nn.Module
     """The module tree on the meta device."""
+    tokenizer: Any
+    """None if the deployment has no texts, or while a GGUF file is not converted."""
     checkpoint: CheckpointIndex | None
     """None while a GGUF file is not converted."""
     survey: Survey | None
@@ -115,6 +118,11 @@ def prepare(
             checkpoint = CheckpointIndex.open(model.files.path)
             surveyed = survey_checkpoint(checkpoint, model.found, model.module, model.rules)
 
+    tokenizer = None
+    if model is not None and model.files.gguf_file is None:
+        with faults.collecting():
+            tokenizer = tokenizer_of(deployment, model.files.path)
+
     def plan_with(has_slots: Callable[[str], bool]) -> Plan | None:
         if model is None:
             return None
@@ -141,6 +149,7 @@ def prepare(
         model_path=files.path / files.gguf_file if files.gguf_file else files.path,
         config=model.config,
         module=model.module,
+        tokenizer=tokenizer,
         checkpoint=checkpoint,
         survey=surveyed,
         plan=plan,

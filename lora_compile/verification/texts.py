@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from lora_compile.errors import MissingKey
@@ -36,10 +34,9 @@ def verify_rows(prepared: Prepared) -> tuple[VerifyRow, ...]:
     )
 
 
-def encode_texts(prepared: Prepared, tokenizer: Any, reference: Reference) -> Texts:
+def encode_texts(prepared: Prepared, rows: tuple[VerifyRow, ...], reference: Reference) -> Texts:
     """Encode the rows; completions that are not given are the reference's own."""
-    rows = verify_rows(prepared)
-    value = prepared.deployment.value
+    value, tokenizer = prepared.deployment.value, prepared.tokenizer
     generation = value.generation
     device = torch.device(prepared.plan.device)
     batch = encode_prompts(

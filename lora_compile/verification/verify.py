@@ -29,7 +29,7 @@ from lora_compile.verification.limits import Limits
 from lora_compile.verification.reference import Reference
 from lora_compile.verification.result import BASE, PHASES, Control, Result, Run
 from lora_compile.verification.served import Texts, forced_logits
-from lora_compile.verification.texts import encode_texts
+from lora_compile.verification.texts import encode_texts, verify_rows
 
 Progress = Callable[[str], None]
 
@@ -65,16 +65,14 @@ def verify(path: str | Path, *, progress: Progress) -> Result:
         LoraCompileError: what is wrong with the deployment or its files. Numbers past their limits
             are no errors: see `Result.failures`.
     """
-    from transformers import AutoTokenizer
-
     prepared = prepare(path, make=True, progress=progress)
     value = prepared.deployment.value
     limits = Limits.of(value.verify.limits)
+    rows = verify_rows(prepared)
     progress("building the float32 reference")
     reference = Reference(prepared)
-    tokenizer = AutoTokenizer.from_pretrained(str(prepared.model_path), local_files_only=True)
     progress("encoding texts (and continuing those without a completion)")
-    texts = encode_texts(prepared, tokenizer, reference)
+    texts = encode_texts(prepared, rows, reference)
     adapters = _Adapters(
         {a.name: read_adapter(a.path, prepared.plan) for a in prepared.adapters},
         {a.name: a.scale for a in prepared.adapters},

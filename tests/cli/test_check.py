@@ -196,14 +196,6 @@ def test_nothing_is_loaded_to_find_a_fault(site: Site, monkeypatch: pytest.Monke
     assert len(faults_of(site.file)) == 2
 
 
-def test_the_shipped_quickstart_is_right(cli: Cli) -> None:
-    """The deployment of the README and its two trained adapters."""
-    result = cli("check", Path(__file__).parents[2] / "configs" / "quickstart.yaml", "--json")
-    assert result.code == 0, result.err
-    assert result.data["schemes"] == {"none": 2, "fp8_block": 120}
-    assert {adapter["name"] for adapter in result.data["adapters"]} == {"pirate", "json"}
-
-
 def test_a_quantised_checkpoint_is_served_as_it_is(site: Site) -> None:
     """Logits of transformers with the file's own decoded weights, with an adapter and without."""
     import lora_compile as lc

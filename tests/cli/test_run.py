@@ -123,3 +123,13 @@ def test_schema_json(cli: Cli, tmp_path: Path) -> None:
         "architecture.schema.json", "deployment.schema.json", "dialect.schema.json",
         "quant_scheme.schema.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_weights_none_is_not_run(command: str, site: Site, cli: Cli) -> None:
+    site.write(lambda data: data["model"].update(weights="none"))
+    assert cli("check", site.file).code == 0
+    result = cli(command, site.file)
+    assert result.code == 1
+    assert "deployment.yaml:5: model.weights is none" in result.err
+    assert "use `check` and `explain`" in result.err

@@ -220,6 +220,27 @@ CASES: list[tuple[str, dict[str, Any], type[LoraCompileError], str, list[str]]] 
         ["archs/mine.yaml", "does not exist"],
     ),
     (
+        "a seed for weights that are not drawn",
+        {"model.seed": 3},
+        InvalidValue,
+        "model.seed",
+        ["weights: checkpoint", "set weights: random"],
+    ),
+    (
+        "no weights in a package",
+        {"model.weights": "none", "model.package": "json"},
+        InvalidValue,
+        "model.weights",
+        ["a folder with a config.json", "package: json"],
+    ),
+    (
+        "random weights and a GGUF file",
+        {"model.weights": "random", "model.path": "m/model.gguf"},
+        InvalidValue,
+        "model.weights",
+        ["a folder with a config.json", "path: m/model.gguf"],
+    ),
+    (
         "an unset variable",
         {"adapters.0.path": "${LORA_COMPILE_NOT_SET}/a"},
         InvalidValue,
