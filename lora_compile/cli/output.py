@@ -43,7 +43,7 @@ def table(title: str, *columns: str, compact: bool = False) -> Table:
     """An empty table in the house style; columns that start with `>` are right-aligned.
 
     Args:
-        compact: without lines between the columns, for many columns of numbers.
+        compact: for many columns of numbers: no lines between them, and the first is never folded.
     """
     made = Table(
         title=title,
@@ -51,11 +51,15 @@ def table(title: str, *columns: str, compact: bool = False) -> Table:
         title_style="bold",
         header_style="dim",
         box=box.SIMPLE_HEAD if compact else box.HEAVY_HEAD,
+        padding=(0, 1, 0, 0) if compact else (0, 1),
+        pad_edge=not compact,
     )
-    for column in columns:
-        right = column.startswith(">")
+    for index, column in enumerate(columns):
         made.add_column(
-            column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
+            column.removeprefix(">"),
+            justify="right" if column.startswith(">") else "left",
+            overflow="fold",
+            no_wrap=compact and index == 0,
         )
     return made
 

@@ -37,14 +37,12 @@ def verify(deployment: DeploymentFile, plot: Plot = None, as_json: AsJson = Fals
     if as_json:
         print_json({"deployment": str(deployment), **result.as_dict()})
     else:
-        _show(result)
-        if plot is not None:
-            console.print(f"plot          {escape(str(plot))}", soft_wrap=True)
+        _show(result, plot)
     if result.failures:
         sys.exit(1)
 
 
-def _show(result: Result) -> None:
+def _show(result: Result, plot: Path | None) -> None:
     for run in (result.float32, result.low):
         if run is not None:
             _show_run(run)
@@ -80,6 +78,8 @@ def _show(result: Result) -> None:
             ),
             soft_wrap=True,
         )
+    if plot is not None:
+        console.print(f"plot          {escape(str(plot))}", soft_wrap=True)
     for text in limits.loosened:
         console.print(f"[yellow]loosened[/]      {escape(text)}", soft_wrap=True)
     for text in result.failures:
@@ -119,6 +119,14 @@ def _show_run(run: Run) -> None:
     console.print(made)
 
 
+_SEEN_BY = {
+    (True, True): "both gates",
+    (True, False): "end to end",
+    (False, True): "site gate",
+    (False, False): "[bold red]neither gate[/]",
+}
+
+
 def _show_controls(result: Result) -> None:
     made = table(
         "controls: faults built in on purpose, float32",
@@ -130,19 +138,12 @@ def _show_controls(result: Result) -> None:
         compact=True,
     )
     for control in result.controls:
-        seen = [
-            name
-            for name, caught in (
-                ("end to end", control.end_to_end_caught),
-                ("site gate", control.site_gate_caught),
-            )
-            if caught
-        ]
+        seen = _SEEN_BY[control.end_to_end_caught, control.site_gate_caught]
         made.add_row(
             escape(control.adapter),
             escape(control.fault),
             f"{control.figures.half_mean_square:.1e}",
             f"{control.figures.top1:.2%}",
-            ", ".join(seen) or "[bold red]nobody[/]",
+            seen,
         )
     console.print(made)
