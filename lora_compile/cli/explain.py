@@ -96,7 +96,7 @@ def _role(site: SitePlan) -> str:
 
 def _site_name(sites: list[SitePlan]) -> str:
     first = sites[0]
-    if first.layer is None:
+    if first.layer is None or len(sites) == 1:
         return first.name
     layers = [site.layer for site in sites if site.layer is not None]
     name = first.name.replace(f".{first.layer}.", f".{_ranges(layers)}.", 1)
@@ -104,15 +104,14 @@ def _site_name(sites: list[SitePlan]) -> str:
 
 
 def _ranges(layers: list[int]) -> str:
-    """[0, 1, 2, 5] -> {0-2,5}; [3] -> 3."""
+    """[0, 1, 2, 5] -> {0-2,5}."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][1] + 1:
             runs[-1][1] = layer
         else:
             runs.append([layer, layer])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return text if len(layers) == 1 else "{" + text + "}"
+    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"
 
 
 def _show_adapters(prepared: Prepared) -> None:

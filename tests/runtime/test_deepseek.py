@@ -365,7 +365,7 @@ def test_explain_shows_the_sites_of_a_saved_model(tmp_path: Path, seed: int) -> 
     text = explain(path)
     for fact in (
         "model.layers.{0-2}.self_attn.fused_qkv_a_proj_with_mqa x 3",
-        "model.layers.{0}.mlp.gate_up_proj x 1",
+        "model.layers.0.mlp.gate_up_proj  none",
         "model.layers.{1-2}.mlp.shared_experts.gate_up_proj x 2",
         "kv_a_proj_with_mqa  rows     96 to 176    of 256",
         "routed experts: as transformers runs them",
