@@ -199,9 +199,10 @@ class _Resolver:
                 TensorShape(
                     f"lora_A and lora_B of {module.path!r} have different ranks",
                     file=self.file,
-                    tensor=key_b,
-                    expected=f"[{rows}, {shape_a[0]}]",
-                    found=list(shape_b),
+                    tensor=f"{key_a}, {key_b}",
+                    expected=f"[{rank}, {columns}] and [{rows}, {rank}], the config's rank",
+                    found=f"{list(shape_a)} and {list(shape_b)}",
+                    fix="save the adapter again: one of the two is of another adapter",
                 )
             )
             return None
