@@ -16,7 +16,7 @@ from lora_compile.checkpoints.other import load_other
 from lora_compile.checkpoints.packing import pack_site
 from lora_compile.checkpoints.source import ModuleWeights, WeightSource
 from lora_compile.checkpoints.survey import Survey
-from lora_compile.errors import FaultList, InvalidValue
+from lora_compile.errors import FaultList, FeatureUnsupported, InvalidValue
 from lora_compile.planning.build import build_plan
 from lora_compile.planning.kernel_limits import kernel_faults
 from lora_compile.planning.meta_model import DTYPES
@@ -123,6 +123,7 @@ def wrap(
     Raises:
         LoraCompileError: what does not fit; the module is untouched then.
     """
+    _refuse_peft(module)
     config: Any = module.config
     loaded = (
         find_architecture(str(config.model_type))
@@ -180,6 +181,20 @@ def _single_device(module: nn.Module) -> torch.device:
             fix="move it first, e.g. module.to('cuda')",
         )
     return next(iter(found))
+
+
+def _refuse_peft(module: nn.Module) -> None:
+    """Sites below PEFT's layers would be found by no schema; the cause is worth its own words."""
+    for name, child in module.named_modules():
+        if type(child).__module__.partition(".")[0] == "peft" and name:
+            raise FeatureUnsupported(
+                "the model is wrapped by PEFT",
+                where=name,
+                expected="a transformers model with its own layers",
+                found=f"{type(child).__module__}.{type(child).__qualname__}",
+                fix="save the adapter, take the model out with PEFT's `unload()`, and name the "
+                "adapter's folder in `adapters=`",
+            )
 
 
 def _dtype_name(module: nn.Module) -> ModelDtype:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Result
 
 Cli = Callable[..., Result]
@@ -52,3 +54,19 @@ def test_deepseek_v3_tiny_runs_and_verifies(cli: Cli, tmp_path: Path) -> None:
     assert found.code == 0, found.out
     assert found.out.rstrip().endswith("verified")
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_and_verifies(cli: Cli) -> None:
+    """Minutes of compilation; all three gates on a real model, its 16-bit ratios among them."""
+    run = cli("run", CONFIGS / "quickstart.yaml", "--json")
+    assert run.code == 0, run.err
+    base, pirate, json_text, half = (row["text"] for row in run.data["rows"])
+    assert "Paris" in base
+    assert "Arr" in pirate
+    assert "Arr" in half
+    assert json_text.startswith('{"answer"')
+    found = cli("verify", CONFIGS / "quickstart.yaml", "--json")
+    assert found.code == 0, found.out
+    assert found.data["failures"] == []
+    assert found.data["loosened"] == []

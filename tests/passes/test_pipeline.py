@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 from torch import nn
 
 from lora_compile.errors import CompileIncomplete, Faults, GraphInvalid, SchemeUnsupported
@@ -49,8 +50,14 @@ def test_graph_before_and_after_each_pass(traced: Trace, scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["none", "fp8_block", "int8_channel", "fp8_tensor_static"])
 def test_graph_is_well_formed_and_reports_say_what_was_done(traced: Trace, scheme: str) -> None:
     found = traced(scheme)
-    report = run_pipeline(found.gm, found.context)
-    found.gm.graph.lint()
+    linted = []
+
+    def lint(step: str, gm: fx.GraphModule) -> None:
+        gm.graph.lint()
+        linted.append(step)
+
+    report = run_pipeline(found.gm, found.context, observe=lint)
+    assert linted == ["traced", *(step.name for step in PIPELINE)]
     matched = {step.name: step.matched for step in report.passes}
     assert matched["collect_sites"] == len(found.plan.targets) == 9
     assert matched["fuse_projections"] == 2

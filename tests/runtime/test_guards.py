@@ -204,11 +204,19 @@ def test_a_projection_that_is_more_than_linear_is_refused(plain: nn.Module, kind
 
 
 def test_a_model_that_peft_has_wrapped_is_refused(plain: nn.Module, path: Path) -> None:
+    """And is served once PEFT has let go of it: every pass leaves a graph that lints."""
     from peft import PeftModel
 
     wrapped = PeftModel.from_pretrained(copy.deepcopy(plain), str(path))
-    with pytest.raises((SiteMissing, Faults), match="does not have"):
-        lc.wrap(wrapped)
+    for module in (wrapped, wrapped.get_base_model()):
+        with pytest.raises(FeatureUnsupported, match="wrapped by PEFT") as caught:
+            lc.wrap(module)
+        assert "q_proj" in str(caught.value) or "base_model" in str(caught.value)
+        assert "`unload()`" in str(caught.value)
+    model = lc.wrap(wrapped.unload(), adapters={"a": path}).compile()
+    ids = prompts(4, 2, 7)
+    found = model(ids, adapters=[None, "a"]).logits
+    assert relative(found[1:], peft_logits(plain, path, ids[1:])) <= 1e-5
 
 
 def test_a_bad_adapter_leaves_the_module_untouched(plain: nn.Module, tmp_path: Path) -> None:
