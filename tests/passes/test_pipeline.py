@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import fx
-from torch import nn
+from torch import fx, nn
 
 from lora_compile.errors import CompileIncomplete, Faults, GraphInvalid, SchemeUnsupported
 from lora_compile.passes.base import GraphContext, calls

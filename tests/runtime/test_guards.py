@@ -17,12 +17,10 @@ from transformers import LogitsProcessorList
 import lora_compile as lc
 from lora_compile.errors import (
     CompileIncomplete,
-    Faults,
     FeatureUnsupported,
     InvalidValue,
     LoraCompileError,
     RequestInvalid,
-    SiteMissing,
 )
 from tests.runtime.conftest import Served
 from tests.tiny import llama, make_adapter, peft_logits, prompts, relative
