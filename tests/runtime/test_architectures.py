@@ -79,15 +79,16 @@ def test_parts_of_80_rows_have_a_partial_last_block(tmp_path: Path, seed: int) -
         assert relative(k_proj(x), expected) <= 1e-5
 
 
-def test_rslora_of_odd_rank_on_a_quantised_base(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("scheme", ["fp8_block", "fp8_tensor_dynamic"])
+def test_rslora_of_odd_rank_on_a_quantised_base(scheme: str, tmp_path: Path, seed: int) -> None:
     """alpha / sqrt(9) = alpha / 3."""
     plain = llama(seed)
     settings: dict[str, Any] = {"rank": 9, "seed": seed, "lora_alpha": 18, "use_rslora": True}
     path = make_adapter(plain, tmp_path / "a", **settings)
-    model = lc.wrap(copy.deepcopy(plain), quantization="fp8_block", adapters={"a": path})
+    model = lc.wrap(copy.deepcopy(plain), quantization=scheme, adapters={"a": path})
     ids = prompts(seed, 1, 9)
     found = model(ids, adapters=["a"]).logits
-    assert relative(found, peft_logits(fake_quantise(plain), path, ids)) <= 1e-1
+    assert relative(found, peft_logits(fake_quantise(plain, scheme), path, ids)) <= 1e-1
     site = model.module.get_submodule("model.layers.0.mlp.down_proj.site")
     assert float(site.lora_scale[0, 0]) == pytest.approx(6.0)
 
