@@ -133,7 +133,7 @@ class VerifyRow(StrictModel):
     prompt: Text
     """The user's text; through the chat template as under `generation`."""
     completion: Text | None = None
-    """What follows it; null: what the reference's base model continues with."""
+    """What follows it; null: what the reference continues with, with each adapter its own."""
 
 
 class VerifyLimits(StrictModel):
@@ -149,8 +149,8 @@ class VerifyLimits(StrictModel):
     float32_top1: Annotated[float, Field(gt=0, le=1)] | None = None
     """End to end in float32: least share of equal top tokens (default 0.999)."""
     ratio_16bit: Annotated[float, Field(gt=0)] | None = None
-    """End to end in 16 bit: most of an adapter's 0.5 mean (Δ log p)² over that of base rows
-    (default 1.5)."""
+    """End to end in 16 bit: most of an adapter's 0.5 mean (Δ log p)² over that of base rows, where
+    plain transformers' own such ratio is above 1 as a multiple of it (default 1.5)."""
 
 
 class Verify(StrictModel):

@@ -66,16 +66,12 @@ def _show(result: Result, plot: Path | None) -> None:
     console.print(line, soft_wrap=True)
     if result.low is not None:
         base = result.low.of(None).figures.half_mean_square
-        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in result.ratios.items())
-        plain = result.plain_16bit
+        plain = result.plain_ratios
+        ratios = ", ".join(f"{n} {r:.2f} (plain {plain[n]:.2f})" for n, r in result.ratios.items())
         console.print(
             f"{result.low.dtype:<14}base rows {base:.1e}; adapters over base rows: "
-            f"{ratios or 'none'} (of {limits.ratio_16bit:g})"
-            + (
-                f"; plain {result.low.dtype} transformers {plain.half_mean_square:.1e}"
-                if plain
-                else ""
-            ),
+            f"{ratios or 'none'}; limit {limits.ratio_16bit:g}, or {limits.ratio_16bit:g} times "
+            f"that of plain {result.low.dtype} transformers",
             soft_wrap=True,
         )
     if plot is not None:

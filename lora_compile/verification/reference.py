@@ -48,6 +48,7 @@ class ReferenceLinear(nn.Module):
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype, x = x.dtype, x.float()
         request = self.request
         y = F.linear(self._quantised(x), self.weight, self.bias)
         for index, row in enumerate(request.rows):
@@ -56,7 +57,7 @@ class ReferenceLinear(nn.Module):
                 continue
             down = x[index] @ delta.A.to(x).T
             y[index] += row.scale * delta.scale * (down @ delta.B.to(x).T)
-        return y
+        return y.to(dtype)
 
     def _quantised(self, x: torch.Tensor) -> torch.Tensor:
         request, quant = self.request, self.site.quant
@@ -112,10 +113,14 @@ class Reference:
         )
 
     def cast(self, prepared: Prepared) -> None:
-        """Turn into the plain model of the deployment's dtype, for good: for comparison only."""
+        """Turn into a plain model of the deployment's dtype, for good: for comparison only.
+
+        What passes between the projections is then rounded to that dtype, as in any 16-bit model;
+        each projection by itself stays exact.
+        """
         self.dtype = DTYPES[prepared.plan.dtype]
         for module in self.module.modules():
-            if isinstance(module, (ReferenceLinear, nn.Embedding)):
+            if isinstance(module, nn.Embedding):
                 module.to(self.dtype)
         self._load_other(prepared)
 
@@ -165,13 +170,28 @@ class Reference:
         return self._request.tally
 
     @torch.no_grad()
-    def continuation(self, ids: torch.Tensor, mask: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Greedy continuation by the base model: (B, tokens)."""
-        rows = [GateRow(None, 1.0)] * ids.shape[0]
-        for _ in range(tokens):
-            best = self.logits(ids, mask, rows)[:, -1].argmax(-1, keepdim=True)
-            ids, mask = torch.cat([ids, best], 1), F.pad(mask, (0, 1), value=1)
-        return ids[:, -tokens:]
+    def continuation(
+        self, ids: torch.Tensor, mask: torch.Tensor, rows: Sequence[GateRow], tokens: int
+    ) -> torch.Tensor:
+        """Greedy continuation, each row by its own adapter: (B, tokens)."""
+        from transformers import DynamicCache
+
+        request = self._request
+        request.rows, request.codes, request.quantised, request.counted = rows, {}, True, None
+        cache = DynamicCache(config=self.module.config)
+        found: list[torch.Tensor] = []
+        while len(found) < tokens:
+            step = self.module(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions(mask)[:, -ids.shape[1] :],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            ids = step.logits[:, -1].argmax(-1, keepdim=True)
+            mask = F.pad(mask, (0, 1), value=1)
+            found.append(ids)
+        return torch.cat(found, 1)
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:

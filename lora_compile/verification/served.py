@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ class Texts:
     """(B, n)."""
     lengths: torch.Tensor
     """(B,) tokens of each completion; those behind are fill that is not compared."""
+    template: torch.Tensor
+    """(B,) tokens at the start of each prompt that the chat template puts before any user's text.
+    They are the same in every row, and no text of the deployment: they are not compared."""
 
     @property
     def ids(self) -> torch.Tensor:
@@ -55,15 +58,15 @@ class Texts:
         prompt, new = self.prompt.shape[1], self.completion.shape[1]
         position = torch.arange(prompt + new - 1, device=self.prompt.device)
         inside = position < prompt + self.lengths.unsqueeze(1) - 1
+        # A position is compared for the token that follows it.
+        inside &= self.whole_mask.cumsum(1) >= self.template.unsqueeze(1)
         in_phase = position < prompt if phase == "prefill" else position >= prompt
         return self.whole_mask.bool() & inside & in_phase
 
     def take(self, rows: Sequence[int]) -> Texts:
         """Some rows, also repeated, in this order."""
         index = torch.tensor(list(rows), device=self.prompt.device)
-        return Texts(
-            *(getattr(self, n)[index] for n in ("prompt", "mask", "completion", "lengths"))
-        )
+        return Texts(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
 def forced_logits(

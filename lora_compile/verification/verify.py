@@ -24,7 +24,7 @@ from lora_compile.planning.prepare import Prepared, prepare
 from lora_compile.runtime.model import LoraModel
 from lora_compile.runtime.site_gate import GateResult, GateRow, SiteGate
 from lora_compile.runtime.taps import Taps
-from lora_compile.verification.figures import Figures, Tokens, compare
+from lora_compile.verification.figures import Tokens, compare
 from lora_compile.verification.limits import Limits
 from lora_compile.verification.reference import Reference
 from lora_compile.verification.result import BASE, PHASES, Control, Result, Run
@@ -71,13 +71,14 @@ def verify(path: str | Path, *, progress: Progress) -> Result:
     rows = verify_rows(prepared)
     progress("building the float32 reference")
     reference = Reference(prepared)
-    progress("encoding texts (and continuing those without a completion)")
-    texts = encode_texts(prepared, rows, reference)
     adapters = _Adapters(
         {a.name: read_adapter(a.path, prepared.plan) for a in prepared.adapters},
         {a.name: a.scale for a in prepared.adapters},
     )
-    batches = _batches(texts, list(adapters.read), value.runtime.max_rows)
+    progress("encoding texts (and continuing those without a completion)")
+    names = [BASE, *adapters.read]
+    texts = encode_texts(prepared, rows, reference, adapters.rows(names))
+    batches = _batches(texts, names * len(rows), value.runtime.max_rows)
 
     low = gate = None
     if value.model.dtype != "float32":
@@ -92,34 +93,46 @@ def verify(path: str | Path, *, progress: Progress) -> Result:
     float32, own_gate = _run(
         model, prepared32, reference, batches, adapters, progress, gated=gate is None
     )
-    controls = _controls(model, prepared32, reference, batches, adapters, limits, progress)
+    controls = _controls(
+        model, prepared32, reference, _control_batches(batches), adapters, limits, progress
+    )
     del model
     plain = None
     if low is not None:
         progress(f"plain {low.dtype} transformers, for comparison")
-        plain = _plain(reference, prepared, texts)
+        plain = _plain(reference, prepared, batches, adapters)
     gate = gate or own_gate
     assert gate is not None
     return Result(limits, gate, float32, low, plain, tuple(controls))
 
 
-def _batches(texts: Texts, adapters: list[str], max_rows: int) -> list[_Batch]:
-    """Every text with every adapter and with none, in batches of one size."""
-    variants = [BASE, *adapters]
-    pairs = [(row, name) for row in range(len(texts.prompt)) for name in variants]
-    count = -(-len(pairs) // max_rows)
-    size = -(-len(pairs) // count)
-    fill = [(0, BASE)] * (count * size - len(pairs))
-    counted = [True] * len(pairs) + [False] * len(fill)
-    pairs += fill
+def _batches(texts: Texts, names: list[str | None], max_rows: int) -> list[_Batch]:
+    """Every text, with the adapter (or none) of its row, in batches of one size."""
+    rows = list(range(len(names)))
+    count = -(-len(rows) // max_rows)
+    size = -(-len(rows) // count)
+    fill = [0] * (count * size - len(rows))
+    counted = [True] * len(rows) + [False] * len(fill)
+    rows += fill
     return [
         _Batch(
-            texts.take([row for row, _ in pairs[low : low + size]]),
-            [name for _, name in pairs[low : low + size]],
+            texts.take(rows[low : low + size]),
+            [names[row] for row in rows[low : low + size]],
             counted[low : low + size],
         )
-        for low in range(0, len(pairs), size)
+        for low in range(0, len(rows), size)
     ]
+
+
+def _control_batches(batches: list[_Batch]) -> list[_Batch]:
+    """As many batches as it takes to have every adapter in one: controls need no more texts."""
+    names = {name for batch in batches for name in batch.names}
+    seen: set[str | None] = set()
+    for count, batch in enumerate(batches, 1):
+        seen |= set(batch.names)
+        if seen == names:
+            return batches[:count]
+    raise AssertionError("unreachable: all batches together have every adapter")
 
 
 def _run(
@@ -267,13 +280,20 @@ def _without_one_site(
     return site.name, replace(adapter, deltas=deltas, digest=digest_of(deltas))
 
 
-def _plain(reference: Reference, prepared: Prepared, texts: Texts) -> Figures:
-    """Plain transformers in the deployment's dtype against float32, without quantised inputs."""
-    rows = [GateRow(None, 1.0)] * len(texts.prompt)
-    ids, mask = texts.ids, texts.whole_mask
-    expected = reference.logits(ids, mask, rows, quantised=False)
+def _plain(
+    reference: Reference, prepared: Prepared, batches: list[_Batch], adapters: _Adapters
+) -> Run:
+    """Plain transformers in the deployment's dtype, with the scheme's weights and inputs, against
+    float32: how sensitive the model is to 16 bit, with each adapter and with none."""
+    run = Run(prepared.plan.dtype)
+
+    def logits(batch: _Batch) -> torch.Tensor:
+        rows = adapters.rows(batch.names)
+        return reference.logits(batch.texts.ids, batch.texts.whole_mask, rows)
+
+    expected = [logits(batch) for batch in batches]
     reference.cast(prepared)
-    found = reference.logits(ids, mask, rows, quantised=False)
-    batch = _Batch(texts, [BASE] * len(rows), [True] * len(rows))
-    compared = _compared(batch, expected, found)
-    return Tokens.join([t for tokens in compared.values() for t in tokens]).figures
+    for batch, wanted in zip(batches, expected, strict=True):
+        for key, tokens in _compared(batch, wanted, logits(batch)).items():
+            run.tokens.setdefault(key, []).extend(tokens)
+    return run

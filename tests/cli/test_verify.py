@@ -122,14 +122,14 @@ def test_prompt_tokens_of_an_adapters_row(tmp_path: Path) -> None:
     prompt, completion = prompts(1, 2, 7), prompts(2, 2, 5)
     mask = torch.ones_like(prompt)
     mask[0, :3] = 0
-    texts = Texts(prompt, mask, completion, torch.tensor([5, 3]))
+    texts = Texts(prompt, mask, completion, torch.tensor([5, 3]), torch.tensor([0, 3]))
     found = forced_logits(model, texts, ["a", None], [1.0, 1.0])
     whole = torch.cat([prompt, completion], 1)[:, :-1]
     expected = peft_logits(llama(5), path, whole[:1, 3:])
     assert relative(found[:1, 3:], expected) <= 1e-5
     with torch.no_grad():
         assert relative(found[1:], llama(5)(whole[1:]).logits) <= 1e-5
-    assert texts.counted("prefill").sum(1).tolist() == [4, 7]
+    assert texts.counted("prefill").sum(1).tolist() == [4, 5]
     assert texts.counted("decode").sum(1).tolist() == [4, 2]
 
 
